@@ -1,0 +1,246 @@
+"""The configuration of a DFlash draft.
+
+Every number that decides what a draft computes lies in this file's fields, so that a saved draft is read back without
+guessing: the taps, the mask token, the block size and which layers are causal are never derived from a formula on
+loading (a formula is wrong for most published drafts). It does not know other layouts: those are translated into this
+one by `transformers_dflash.conversion`, which fills `foreign_layouts` below when the package is imported.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+CONTEXT_INJECTIONS = ("fused", "layer_aligned")
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
+    """Spread `num_taps` taps over a target of `num_target_layers` decoder layers, as the DFlash authors do.
+
+    For *creating* a draft only: one tap lies in the middle, several run evenly from layer 1 to the third from last.
+
+    Returns:
+        `num_taps` 0-based decoder layer indices, ascending.
+
+    Raises:
+        ValueError: the target has too few layers for so many distinct taps.
+    """
+    if num_taps == 1:
+        return [num_target_layers // 2]
+    taps = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
+    if num_target_layers < 5 or len(set(taps)) < num_taps:
+        raise ValueError(
+            f"{num_taps} taps do not fit a target of {num_target_layers} layers by the default formula: pass "
+            "target_layer_ids"
+        )
+    return taps
+
+
+class DFlashDraftConfig(PreTrainedConfig):
+    r"""Configuration of a [`DFlashDraftModel`] (DFlash, arXiv 2602.06036).
+
+    Parameters that control the block and what is injected:
+        block_size (`int`): slots of one block: the anchor and `block_size - 1` mask slots. At least 2.
+        mask_token_id (`int`): row of the target's embedding that stands for "not yet known".
+        target_layer_ids (`list[int]`): the taps. Tap `i` is the output of the target's 0-based decoder layer `i`, before
+            any final norm (`hidden_states[i + 1]` in Transformers' numbering, except after the last layer).
+        target_hidden_size (`int`, *optional*): width of one tap; `hidden_size` where not given.
+        num_target_layers (`int`, *optional*): decoder layers of the target, to check the taps against.
+        context_injection (`str`): `"fused"`: all taps are concatenated, projected by `fc`, normed, and become keys and
+            values of every draft layer. `"layer_aligned"`: tap `i` goes as it is to draft layer `i`, no projection.
+        sample_from_anchor (`bool`): slot `k` predicts token anchor + k + 1 (so that a block of B gives B candidates)
+            instead of anchor + k (B - 1 candidates).
+
+    Parameters that control the layers (a Qwen3 decoder layer each):
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+        hidden_act, rms_norm_eps, attention_bias, attention_dropout, rope_parameters, max_position_embeddings,
+        initializer_range: as in Qwen3. The rotary embedding is the draft's own, always 1-D and over the whole head.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` per layer; all full if absent.
+        sliding_window (`int`, *optional*): tokens that a query of a sliding layer sees, itself included.
+        causal_layer_types (`list[str]`): layer types that are causal *inside the block*; all others see the whole block.
+
+    Parameters that control the vocabulary and the logits:
+        vocab_size, bos_token_id, eos_token_id, pad_token_id: the target's.
+        draft_vocab_size (`int`, *optional*): the draft has a head of its own over so many tokens, and `d2t` offsets
+            that give the target's ids (target id = id + d2t[id]); without it the draft uses the target's head.
+        input_embedding_scale (`float`, *optional*): block embeddings are the target's raw rows times this; without it
+            they are what the target's embedding module gives (scaled where the family scales), less any norm in it.
+        output_multiplier (`float`, *optional*), final_logit_softcapping (`float`, *optional*): applied to the draft's
+            logits in place of what the target does to its own.
+
+    Parameters that control the pairing:
+        target_name_or_path, target_revision (`str`, *optional*): the target that the draft was made for.
+
+    Raises:
+        ValueError: a field is missing or contradicts another; the message names it.
+    """
+
+    model_type = "dflash"
+    default_theta = 1_000_000.0
+    # Layouts of other systems, filled by transformers_dflash on import; empty where this file runs alone from the Hub.
+    foreign_layouts: ClassVar[Sequence[Any]] = ()
+
+    block_size: int = 16
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    context_injection: str = "fused"
+    sample_from_anchor: bool = False
+
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    causal_layer_types: list[str] | None = None
+
+    vocab_size: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
+    draft_vocab_size: int | None = None
+    input_embedding_scale: float | int | None = None
+    output_multiplier: float | int | None = None
+    final_logit_softcapping: float | int | None = None
+
+    target_name_or_path: str | None = None
+    target_revision: str | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.target_layer_ids is None and self.num_target_layers is not None:
+            taps = self.num_hidden_layers if self.context_injection == "layer_aligned" else 5
+            self.target_layer_ids = default_target_layer_ids(self.num_target_layers, taps)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.causal_layer_types is None:
+            self.causal_layer_types = []
+        super().__post_init__(**kwargs)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse what cannot be a draft, naming the field and the mend."""
+        for name in ("target_layer_ids", "mask_token_id"):
+            if getattr(self, name) is None:
+                raise ValueError(f"a DFlash draft config needs `{name}`: no formula gives it for an existing draft")
+        taps, layers = self.target_layer_ids, self.num_hidden_layers
+        if not taps or min(taps) < 0 or len(set(taps)) != len(taps):
+            raise ValueError(f"target_layer_ids must be distinct 0-based decoder layers, at least one; got {taps}")
+        if self.num_target_layers is not None and max(taps) >= self.num_target_layers:
+            raise ValueError(
+                f"target_layer_ids has {max(taps)}, but the target has {self.num_target_layers} layers: the last one is "
+                f"{self.num_target_layers - 1}"
+            )
+        if self.block_size < 2:
+            raise ValueError(f"block_size must be at least 2 (the anchor and one mask slot), got {self.block_size}")
+        if self.mask_token_id < 0 or (self.vocab_size is not None and self.mask_token_id >= self.vocab_size):
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is not a row of the target's embedding of {self.vocab_size} rows"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        for name in ("layer_types", "causal_layer_types"):
+            for layer_type in getattr(self, name):
+                if layer_type not in LAYER_TYPES:
+                    raise ValueError(f"{name} has {layer_type!r}; a draft layer is one of {', '.join(LAYER_TYPES)}")
+        if len(self.layer_types) != layers:
+            raise ValueError(f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {layers}")
+        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(
+                f"layer_types has sliding layers, so sliding_window must be a positive integer; got {self.sliding_window}"
+            )
+        if self.context_injection not in CONTEXT_INJECTIONS:
+            raise ValueError(
+                f"context_injection is one of {', '.join(CONTEXT_INJECTIONS)}; got {self.context_injection!r}"
+            )
+        if self.context_injection == "layer_aligned":
+            if len(taps) != layers:
+                raise ValueError(
+                    f"layer_aligned injection needs one tap per draft layer: {len(taps)} taps, {layers} layers"
+                )
+            if self.target_hidden_size != self.hidden_size:
+                raise ValueError(
+                    "layer_aligned injection has no projection, so target_hidden_size must equal hidden_size: "
+                    f"{self.target_hidden_size} and {self.hidden_size}"
+                )
+
+    @property
+    def num_candidates(self) -> int:
+        """The most candidates that one block gives: `block_size - 1`, or `block_size` if the anchor's slot predicts too."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a `config.json` and translate it into this layout if it is in another one that is known.
+
+        Raises:
+            ValueError: a mandatory field is missing, or the folder holds no draft at all.
+        """
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        for layout in cls.foreign_layouts:
+            if layout.matches(config_dict):
+                config_dict = layout.convert_config(config_dict)
+                break
+        else:
+            if config_dict.get("model_type") != cls.model_type:
+                raise ValueError(
+                    f"{pretrained_model_name_or_path} holds no DFlash draft: its config.json has model_type "
+                    f"{config_dict.get('model_type')!r} and no DFlash fields"
+                )
+        for name in ("target_layer_ids", "mask_token_id", "block_size"):
+            if config_dict.get(name) is None:
+                raise ValueError(
+                    f"the config.json of {pretrained_model_name_or_path} lacks `{name}`: add the value that the draft "
+                    "was trained with"
+                )
+        return config_dict, kwargs
+
+    @classmethod
+    def from_target(cls, target_config: PreTrainedConfig, mask_token_id: int, **overrides) -> "DFlashDraftConfig":
+        """The config of a new draft for a target: its width, vocabulary and special tokens, the default taps.
+
+        Args:
+            target_config: the target's config; the text part of it if it has several.
+            mask_token_id: an embedding row that the target's data does not use.
+            **overrides: any field of this config.
+        """
+        text = target_config.get_text_config(decoder=True)
+        fields = {
+            "hidden_size": text.hidden_size,
+            "intermediate_size": text.intermediate_size,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": text.num_key_value_heads,
+            "head_dim": getattr(text, "head_dim", None),  # not every family has the field
+            "max_position_embeddings": text.max_position_embeddings,
+            "num_target_layers": text.num_hidden_layers,
+            "vocab_size": text.vocab_size,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+            "pad_token_id": text.pad_token_id,
+            "target_name_or_path": target_config._name_or_path or None,
+        }
+        return cls(mask_token_id=mask_token_id, **(fields | overrides))
+
+
+__all__ = ["DFlashDraftConfig"]

@@ -1,0 +1,465 @@
+"""The decoding loop: prefill, then rounds of drafting, verifying and committing, for a batch of one.
+
+It stands where `GenerationMixin._sample` or `_assisted_decoding` would: Transformers has prepared the inputs, the cache,
+the processors and the stopping criteria, and everything here gives the result that `_sample` would give (greedy: the
+same tokens; sampling: the same law), with the draft's candidates verified a block at a time. The prefill is round zero:
+a block without candidates.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import ModelOutput
+
+from .candidate_generator import DFlashCandidateGenerator, DraftContext
+from .modeling_dflash import DFlashDraftModel
+from .processors import all_row_wise, process_rows
+from .target import refuse_cache_without_rollback
+from .verification import acceptance_probability, match_greedily, residual, sample_speculatively
+
+_CONTEXT = "_dflash_context"  # the name under which a target cache that is passed on carries the draft's context
+
+
+@dataclass
+class SpeculationStatistics:
+    """What the rounds of one generation did. The prefill is not a round.
+
+    Args:
+        drafted: candidates proposed, over all rounds.
+        accepted: candidates that were committed.
+        acceptance_lengths: committed tokens of each round: one per target forward, bonus token included.
+        drafted_at, accepted_at: the same counts by place in the block, first candidate first.
+        prefill_seconds, drafting_seconds, verifying_seconds: wall time spent in each; verification includes the
+            target's forward. On an accelerator work is queued, so that a time ends where the next result was needed.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    acceptance_lengths: list[int] = field(default_factory=list)
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    drafting_seconds: float = 0.0
+    verifying_seconds: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds: target forwards after the prefill."""
+        return len(self.acceptance_lengths)
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ: committed tokens per round, bonus token included; nan without a round."""
+        return sum(self.acceptance_lengths) / self.rounds if self.rounds else float("nan")
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """For each place in the block, the share of candidates proposed there that were committed."""
+        return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def conditional_acceptance_rates(self) -> list[float]:
+        """For each place, the share committed of those whose predecessors in the block all were."""
+        reached = [self.rounds_with_candidates, *self.accepted_at]
+        return [a / r if r else float("nan") for a, r in zip(self.accepted_at, reached[:-1], strict=True)]
+
+    @property
+    def rounds_with_candidates(self) -> int:
+        return self.drafted_at[0] if self.drafted_at else 0
+
+    def add_round(self, drafted: int, committed: int, accepted: int) -> None:
+        self.drafted += drafted
+        self.accepted += accepted
+        self.acceptance_lengths.append(committed)
+        missing = drafted - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for place in range(drafted):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < accepted
+
+
+@dataclass
+class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput`, and what the speculation did.
+
+    Args:
+        speculation: counts, acceptance lengths and times of this generation.
+    """
+
+    speculation: SpeculationStatistics | None = None
+
+
+class StopCheck:
+    """Whether plain `generate` would stop after a token.
+
+    End-of-sequence and length are decided from the token's id and place; every other criterion is asked as it stands,
+    once per committed token, in order.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        self.eos_ids: set[int] = set()
+        self.max_length: int | None = None
+        self.others = StoppingCriteriaList()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos_ids.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                longest = criterion.max_length
+                self.max_length = longest if self.max_length is None else min(self.max_length, longest)
+            else:
+                self.others.append(criterion)
+
+    def __call__(self, input_ids: torch.LongTensor, token: int, scores: tuple | None) -> bool:
+        stop = token in self.eos_ids or (self.max_length is not None and input_ids.shape[1] >= self.max_length)
+        if len(self.others):
+            stop = bool(self.others(input_ids, scores).any()) or stop
+        return stop
+
+
+class Record:
+    """The per-token outputs that `return_dict_in_generate` asks for, one tuple element per token as in `_sample`."""
+
+    def __init__(self, config: GenerationConfig):
+        wanted = config.return_dict_in_generate
+        self.scores: tuple | None = () if wanted and config.output_scores else None
+        self.logits: tuple | None = () if wanted and config.output_logits else None
+        self.attentions: tuple | None = () if wanted and config.output_attentions else None
+        self.hidden_states: tuple | None = () if wanted and config.output_hidden_states else None
+
+    def add_token(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add one token's processed scores and raw logits, `(V,)` each."""
+        if self.scores is not None:
+            self.scores += (scores[None].float(),)
+        if self.logits is not None:
+            self.logits += (logits[None].float(),)
+
+    def add_prefill(self, outputs: ModelOutput) -> None:
+        """The prompt's states go to the first token whole."""
+        if self.attentions is not None:
+            self.attentions += (outputs.attentions,)
+        if self.hidden_states is not None:
+            self.hidden_states += (outputs.hidden_states,)
+
+    def add_block(self, outputs: ModelOutput, num_rows: int, num_committed: int, cache: Cache) -> None:
+        """Cut a block's states into those that single steps would have given.
+
+        Args:
+            outputs: of a target forward over `num_rows` tokens.
+            num_committed: how many of these rows stand for a committed token.
+            cache: the target's, as it was after that forward.
+        """
+        for row in range(num_committed):
+            if self.hidden_states is not None:
+                self.hidden_states += (tuple(state[:, row : row + 1] for state in outputs.hidden_states),)
+            if self.attentions is not None:
+                self.attentions += (
+                    tuple(
+                        _attention_of_row(weights, row, num_rows, layer)
+                        for weights, layer in zip(outputs.attentions, cache.layers, strict=True)
+                    ),
+                )
+
+
+def _attention_of_row(weights: torch.Tensor, row: int, num_rows: int, layer: Any) -> torch.Tensor:
+    """The attention `(b, heads, 1, keys)` that a single step would have returned for one row of a block."""
+    if layer.is_compileable:  # a static cache returns its whole length at every step
+        return weights[:, :, row : row + 1]
+    end = weights.shape[-1] - num_rows + row + 1
+    start = max(0, end - layer.sliding_window) if layer.is_sliding else 0
+    return weights[:, :, row : row + 1, start:end]
+
+
+class Verifier:
+    """Decides which candidates are committed, and commits them one by one as plain `generate` would.
+
+    Args:
+        logits_processor, stopping_criteria, generation_config, streamer: as `generate` prepared them.
+        record: where per-token outputs go.
+    """
+
+    def __init__(
+        self,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        record: Record,
+    ):
+        self.processors = logits_processor
+        self.processes_rows = all_row_wise(logits_processor)
+        self.stop_check = StopCheck(stopping_criteria)
+        self.do_sample = bool(generation_config.do_sample)
+        self.streamer = streamer
+        self.record = record
+        self.finished = False
+
+    def commit(
+        self, input_ids: torch.LongTensor, num_candidates: int, q: torch.Tensor | None, logits: torch.Tensor
+    ) -> tuple[torch.LongTensor, int]:
+        """Commit what the target accepts of a block and the token that follows; sets `finished` where it must stop.
+
+        Args:
+            input_ids: `(1, n + k)`, ending in k = `num_candidates` candidates.
+            q: `(k, V)` probabilities that the candidates were drawn from; None if they were chosen greedily.
+            logits: `(k + 1, V)`, the target's at the anchor and at each candidate.
+
+        Returns:
+            The committed ids `(1, n + m)`, and how many of their m new tokens are candidates.
+        """
+        length = input_ids.shape[1] - num_candidates
+        decide = self._decide_at_once if self.processes_rows else self._decide_one_by_one
+        committed, accepted = input_ids, 0
+        for place, (token, is_candidate, scores) in enumerate(decide(input_ids, length, q, logits)):
+            if is_candidate:
+                accepted += 1
+            else:
+                token_ids = input_ids.new_tensor([[token]])
+                input_ids = torch.cat([input_ids[:, : length + place], token_ids], dim=1)
+            self.record.add_token(scores, logits[place])
+            committed = input_ids[:, : length + place + 1]
+            self.finished = self.stop_check(committed, token, self.record.scores)
+            if self.streamer is not None:
+                self.streamer.put(committed[0, -1:].cpu())
+            if self.finished:
+                break
+        return committed, accepted
+
+    def _decide_at_once(
+        self, input_ids: torch.LongTensor, length: int, q: torch.Tensor | None, logits: torch.Tensor
+    ) -> Iterator[tuple[int, bool, torch.Tensor]]:
+        """Yield each committed token, whether it is a candidate, and its processed scores `(V,)`."""
+        candidates = input_ids[0, length:]  # (k,)
+        scores = process_rows(self.processors, input_ids[:, :1], logits.float()) if len(self.processors) else logits
+        if self.do_sample:
+            accepted, following = sample_speculatively(candidates, scores.float().softmax(-1), q)
+        else:
+            choices = scores.argmax(-1)  # (k + 1,)
+            accepted = match_greedily(candidates, choices)
+            following = choices[accepted]
+        *tokens, count, last = torch.cat([candidates, accepted[None], following[None]]).tolist()  # the one sync
+        for place in range(count):
+            yield tokens[place], True, scores[place]
+        yield last, False, scores[count]
+
+    def _decide_one_by_one(
+        self, input_ids: torch.LongTensor, length: int, q: torch.Tensor | None, logits: torch.Tensor
+    ) -> Iterator[tuple[int, bool, torch.Tensor]]:
+        """As `_decide_at_once`, with each position's processors asked after the token before it was committed."""
+        for place in range(logits.shape[0]):
+            scores = self.processors(input_ids[:, : length + place], logits[None, place].float())[0]  # (V,)
+            candidate = input_ids[0, length + place] if place < logits.shape[0] - 1 else None
+            law = scores.softmax(-1) if self.do_sample else None
+            if candidate is None:
+                token = scores.argmax() if law is None else torch.multinomial(law, 1)[0]
+                yield int(token), False, scores
+                return
+            q_row = None if q is None else q[place]
+            if law is None:
+                token, is_candidate = scores.argmax(), bool(scores.argmax() == candidate)
+            else:
+                chance = acceptance_probability(law[candidate], None if q_row is None else q_row[candidate])
+                is_candidate = bool(torch.rand((), device=law.device) < chance)
+                token = candidate if is_candidate else torch.multinomial(residual(law, q_row, candidate), 1)[0]
+            yield int(token), is_candidate, scores
+            if not is_candidate:
+                return
+
+
+def refuse_what_cannot_be_served(
+    model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, cache: Cache, synced_gpus: bool
+) -> None:
+    """Refuse, before any work, generations that this loop cannot do right.
+
+    Raises:
+        ValueError: one sentence with the culprit and the mend.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model, which a DFlash draft cannot serve: drop assistant_model"
+        )
+    if input_ids.shape[0] != 1:
+        raise ValueError(
+            f"a DFlash draft serves one sequence at a time, got {input_ids.shape[0]} (batch size times "
+            "num_return_sequences): call generate once per sequence"
+        )
+    if synced_gpus:
+        raise ValueError(
+            "synced_gpus=True (FSDP, DeepSpeed ZeRO-3) needs equal steps on every rank, which a DFlash draft does not "
+            "give: drop assistant_model"
+        )
+    refuse_cache_without_rollback(cache)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if config.output_attentions and len(cache.layers) not in (0, num_layers):
+        raise ValueError(
+            f"output_attentions needs one cache layer per decoder layer, and {type(model).__name__} shares them: leave "
+            "the option out"
+        )
+    if config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            "assistant_ensemble_weight bends the target's law, and a DFlash draft keeps it: leave the option out"
+        )
+    prepare = vars(model).get("prepare_inputs_for_generation")  # a prompt-learning PeftModel puts its own here
+    owner = getattr(prepare, "__self__", None)
+    if owner is not None and getattr(owner.active_peft_config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(owner.active_peft_config).__name__} puts virtual tokens before the prompt, whose features a DFlash "
+            "draft was not trained on: drop assistant_model, or merge an adapter of another kind"
+        )
+
+
+def _longest_draft(
+    generator: DFlashCandidateGenerator, cache: Cache, cached_length: int, is_compileable: bool
+) -> int | None:
+    """How many candidates fit the target's cache and positions when its cache holds `cached_length` tokens."""
+    bounds = []
+    if is_compileable:  # static: the anchor and the candidates must fit
+        bounds.append(min(layer.get_max_length() for layer in cache.layers) - cached_length - 1)
+    if (last := generator.target.last_exact_position(cached_length)) is not None:
+        bounds.append(last - cached_length)
+    return min(bounds, default=None)
+
+
+def dflash_decoding(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_model: DFlashDraftModel,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs,
+) -> DFlashGenerateOutput | torch.LongTensor:
+    """Generate with a DFlash draft. Arguments are those that `generate` hands to a decoding method.
+
+    Args:
+        model: the target.
+        input_ids: `(1, n)`; empty where the prompt came as `inputs_embeds`.
+        assistant_model: the draft.
+        model_kwargs: the target's further inputs, its cache among them.
+
+    Returns:
+        The ids `(1, n + new)`, or a `DFlashGenerateOutput` with `return_dict_in_generate`.
+
+    Raises:
+        ValueError: the request, the target's cache or the draft cannot be served.
+    """
+    cache_name = "cache" if "cache" in model_kwargs else "past_key_values"  # renamed in Transformers 5.24
+    cache = model_kwargs.get(cache_name)
+    refuse_what_cannot_be_served(model, input_ids, generation_config, cache, synced_gpus)
+
+    statistics = SpeculationStatistics()
+    record = Record(generation_config)
+    verifier = Verifier(logits_processor, stopping_criteria, generation_config, streamer, record)
+    with DFlashCandidateGenerator(
+        assistant_model, model, generation_config, logits_processor, _take_context(cache, assistant_model)
+    ) as generator:
+        clock = time.perf_counter()
+        kept = _kept_columns(model_kwargs.get("attention_mask"))
+        with generator.observing():
+            outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        cached_length = int(cache.get_seq_length())
+        is_static = cache.is_compileable
+        cache.activate_past_recording()  # after the prefill, so that sliding layers never hold the whole prompt
+        generator.commit_prompt(kept, cached_length if kept is None else int(kept.sum()))
+        logits = outputs.logits[0, -1:].to(input_ids.device, copy=True)  # (1, V)
+        record.add_prefill(outputs)
+        input_ids, _ = verifier.commit(input_ids, 0, None, logits)
+        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+        del outputs
+        statistics.prefill_seconds = time.perf_counter() - clock
+
+        while not verifier.finished:
+            clock = time.perf_counter()
+            length = input_ids.shape[1]
+            block_ids, draft_logits = generator.get_candidates(
+                input_ids, max_candidates=_longest_draft(generator, cache, cached_length, is_static)
+            )
+            k = block_ids.shape[1] - length
+            q = None if draft_logits is None else draft_logits[0].softmax(-1)
+            drafted = time.perf_counter()
+
+            with generator.observing():
+                outputs = model(**_block_inputs(model, block_ids, k, model_kwargs), return_dict=True)
+            logits = outputs.logits[0, -(k + 1) :].to(input_ids.device)  # (k + 1, V)
+            input_ids, accepted = verifier.commit(block_ids, k, q, logits)
+
+            committed = input_ids.shape[1] - length
+            record.add_block(outputs, k + 1, committed, cache)
+            generator.commit(committed)
+            cache.crop(committed - (k + 1))  # 0 trims sliding layers
+            cached_length += committed
+            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=committed)
+            del outputs
+            statistics.add_round(k, committed, accepted)
+            statistics.drafting_seconds += drafted - clock
+            statistics.verifying_seconds += time.perf_counter() - drafted
+        _keep_context(cache, assistant_model, generator.context(cached_length))
+
+    for layer in cache.layers:  # as plain generate leaves it
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.record_past = False
+    if streamer is not None:
+        streamer.end()
+    if not generation_config.return_dict_in_generate:
+        return input_ids
+    return DFlashGenerateOutput(
+        sequences=input_ids,
+        scores=record.scores,
+        logits=record.logits,
+        attentions=record.attentions,
+        hidden_states=record.hidden_states,
+        speculation=statistics,
+        **{cache_name: cache},
+    )
+
+
+def _block_inputs(
+    model: PreTrainedModel, block_ids: torch.LongTensor, num_candidates: int, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The target's inputs for the anchor and the candidates: masks and positions are lengthened as the model does it."""
+    if num_candidates:
+        model_kwargs = model._update_model_kwargs_for_generation(
+            ModelOutput(), dict(model_kwargs), num_new_tokens=num_candidates
+        )
+    inputs = model.prepare_inputs_for_generation(
+        block_ids, next_sequence_length=num_candidates + 1, is_first_iteration=False, **model_kwargs
+    )
+    if "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = num_candidates + 1
+    return inputs
+
+
+def _kept_columns(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """bool `(n,)`, False where the prompt has padding; None where it has none."""
+    if attention_mask is None or bool((attention_mask == 1).all()):
+        return None
+    return attention_mask[0] != 0
+
+
+def _take_context(cache: Cache, draft: DFlashDraftModel) -> DraftContext | None:
+    """What this draft kept beside a target cache in an earlier call, if the cache still stands where it did.
+
+    It is taken away from the cache, so that a call that breaks off leaves none that does not fit.
+    """
+    kept_draft, context = vars(cache).pop(_CONTEXT, (None, None))
+    if kept_draft is not draft or context.target_length != int(cache.get_seq_length()):
+        return None
+    return context
+
+
+def _keep_context(cache: Cache, draft: DFlashDraftModel, context: DraftContext) -> None:
+    """Keep what the draft knows beside the target's cache; it is copied and freed with it."""
+    setattr(cache, _CONTEXT, (draft, context))
+
+
+__all__ = ["DFlashGenerateOutput", "SpeculationStatistics", "dflash_decoding"]

@@ -1,0 +1,121 @@
+"""The hooks into Transformers: what `generate` does with a DFlash draft, and what `AutoConfig` makes of foreign layouts.
+
+`generate` has no registry of decoding methods. Its public door, `custom_generate`, loses the streamer, the tokenizer
+and the assistant on the way, so two methods of `GenerationMixin` are wrapped instead: the check of the generation mode
+(which compares vocabularies of independent models) and the assisted decoding loop. Both are looked up on the class by
+`generate`, act only where the assistant is a `DFlashDraftModel`, and hand everything else on untouched.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from .configuration_dflash import DFlashDraftConfig
+from .decoding import dflash_decoding
+from .modeling_dflash import DFlashDraftModel
+
+_originals: dict[str, Any] = {}
+_HOOKED = {"_validate_generation_mode": "generation_mode_kwargs", "_assisted_decoding": "assistant_model"}
+
+
+def install() -> None:
+    """Teach Transformers about DFlash drafts. Importing the package does it; calling it again does nothing.
+
+    Raises:
+        ImportError: this Transformers has not the methods that the hooks stand on.
+    """
+    if _originals:
+        return
+    for name, argument in _HOOKED.items():
+        method = getattr(GenerationMixin, name, None)
+        if method is None or argument not in inspect.signature(method).parameters:
+            raise ImportError(
+                f"GenerationMixin.{name} of this Transformers does not take {argument}: install a version that "
+                "transformers-dflash was tested with (see its README)"
+            )
+    AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
+    AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
+    for name in _HOOKED:
+        _originals[name] = getattr(GenerationMixin, name)
+    _originals["from_pretrained"] = AutoConfig.__dict__["from_pretrained"]
+    GenerationMixin._validate_generation_mode = _validate_generation_mode(_originals["_validate_generation_mode"])
+    GenerationMixin._assisted_decoding = _assisted_decoding(_originals["_assisted_decoding"])
+    AutoConfig.from_pretrained = classmethod(_config_from_pretrained(_originals["from_pretrained"].__func__))
+
+
+def uninstall() -> None:
+    """Take the hooks out again. The Auto classes keep the registered model type."""
+    if not _originals:
+        return
+    for name in _HOOKED:
+        setattr(GenerationMixin, name, _originals[name])
+    AutoConfig.from_pretrained = _originals["from_pretrained"]
+    _originals.clear()
+
+
+def _is_ours(draft: Any, generation_config: Any) -> bool:
+    """Whether a generation runs in our loop: a DFlash draft, unless Transformers' own loop is asked for by name."""
+    return isinstance(draft, DFlashDraftModel) and generation_config.speculation_type != "dflash"
+
+
+def _validate_generation_mode(original):
+    @functools.wraps(original)
+    def validate(self, generation_mode, generation_config, generation_mode_kwargs):
+        if not _is_ours(generation_mode_kwargs.get("assistant_model"), generation_config):
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        if generation_mode != GenerationMode.ASSISTED_GENERATION:
+            raise ValueError(
+                f"a DFlash draft serves greedy search and sampling, not {generation_mode.value}: drop assistant_model, or "
+                f"the options that ask for it (num_beams={generation_config.num_beams})"
+            )
+        tokenizers = [generation_mode_kwargs.get(name) for name in ("tokenizer", "assistant_tokenizer")]
+        if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+            raise ValueError(
+                "assistant_tokenizer has another vocabulary than tokenizer; a DFlash draft speaks its target's tokens: "
+                "leave assistant_tokenizer out and use the draft that was trained for this target"
+            )
+        ours = ("assistant_model", "assistant_tokenizer")
+        others = {name: value for name, value in generation_mode_kwargs.items() if name not in ours}
+        return original(self, generation_mode, generation_config, others)
+
+    return validate
+
+
+def _assisted_decoding(original):
+    @functools.wraps(original)
+    def decode(self, *args, **kwargs):
+        if not _is_ours(kwargs.get("assistant_model"), kwargs.get("generation_config")):
+            return original(self, *args, **kwargs)
+        for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(name, None)
+        return dflash_decoding(self, *args, **kwargs)
+
+    return decode
+
+
+def _config_from_pretrained(original):
+    @functools.wraps(original)
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        if _holds_foreign_draft(pretrained_model_name_or_path, kwargs):
+            for name in ("trust_remote_code", "code_revision"):
+                kwargs.pop(name, None)
+            return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        return original(cls, pretrained_model_name_or_path, **kwargs)
+
+    return from_pretrained
+
+
+def _holds_foreign_draft(name: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a folder or Hub id holds a draft in another system's layout, several of which say they are Qwen3 models."""
+    try:
+        config_dict, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
+    except (OSError, ValueError):  # AutoConfig says what is wrong with it
+        return False
+    return any(layout.matches(config_dict) for layout in DFlashDraftConfig.foreign_layouts)
+
+
+__all__ = ["install", "uninstall"]

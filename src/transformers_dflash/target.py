@@ -1,0 +1,219 @@
+"""Everything that is asked of a target: its decoder layers, block embeddings, head, limits, and the taps on it.
+
+Families differ in where an embedding is scaled or normed and what is done to logits after the head; all that knowledge
+is here. Modules are called, never read (`.weight` of a quantised, sharded or offloaded module is not what it computes);
+the one exception is an embedding with a norm inside, which must be left out without touching a module that other
+threads may be using.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .configuration_dflash import DFlashDraftConfig
+from .modeling_dflash import DFlashDraftModel
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal language model: the one list of modules in its decoder of the configured length.
+
+    Raises:
+        ValueError: there is no such list, or more than one.
+    """
+    expected = model.config.get_text_config(decoder=True).num_hidden_layers
+    decoder = model.get_decoder()
+    found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == expected]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} cannot be a DFlash target: its decoder {type(decoder).__name__} has {len(found)} "
+            f"lists of {expected} layers where one was expected"
+        )
+    return found[0]
+
+
+class Target:
+    """A causal language model seen from the draft's side.
+
+    Args:
+        model: the model that `generate` was called on.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.layers = decoder_layers(model)
+        self.embedding = model.get_input_embeddings()
+        self.output_embedding = model.get_output_embeddings()
+
+    def embed(self, ids: torch.LongTensor, scale: float | None) -> torch.Tensor:
+        """Embeddings of a block as drafts were trained on: scaled where the family scales, never normed.
+
+        Args:
+            ids: `(b, B)`.
+            scale: `input_embedding_scale` of the draft: raw rows times this; None for the family's own way.
+
+        Returns:
+            `(b, B, H)` in the target's dtype, on the embedding's device.
+        """
+        ids = ids.to(self.model.device)
+        if isinstance(getattr(self.embedding, "embed_norm", None), nn.Module):  # Muse: drafts use the raw rows
+            embeds = nn.Embedding.forward(self.embedding, ids)
+            return embeds if scale is None else embeds * scale
+        embeds = self.embedding(ids)
+        if scale is not None:  # Gemma's module scales by itself
+            embeds = embeds * (scale / float(getattr(self.embedding, "embed_scale", 1.0)))
+        return embeds
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The bare output head, `(b, n, H) -> (b, n, V)`."""
+        return self.output_embedding(hidden_states)
+
+    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the family does to logits after its head: Cohere's, Granite's and Muse's factors, Gemma's soft cap."""
+        config = self.config
+        if (factor := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * factor
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (factor := getattr(config, "output_multiplier", None)) is not None:
+            logits = logits * factor
+        return soft_cap(logits, getattr(config, "final_logit_softcapping", None))
+
+    def last_exact_position(self, position: int) -> int | None:
+        """The last position that a block starting at `position` may reach and still equal single steps; None: any.
+
+        A learned position table ends; "dynamic" rope changes every angle past its trained length, "longrope" where its
+        original length is crossed, so that a block over such a bound would not compute what single steps compute.
+        """
+        rope = getattr(self.config, "rope_parameters", None)
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if not rope:
+            return None if longest is None else longest - 1
+        kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+        bounds = []
+        for kind in kinds:
+            if kind.get("rope_type") == "dynamic":
+                bounds.append(longest - 1)
+            elif kind.get("rope_type") == "longrope":
+                crossing = kind.get("original_max_position_embeddings", longest) - 1
+                if position <= crossing:
+                    bounds.append(crossing)
+        return min(bounds, default=None)
+
+    def check(self, draft: DFlashDraftModel) -> None:
+        """Refuse a draft that cannot belong to this target.
+
+        Raises:
+            ValueError: with both numbers and the mend.
+        """
+        config: DFlashDraftConfig = draft.config
+        made_for = f" (it was made for {config.target_name_or_path})" if config.target_name_or_path else ""
+        mend = f"use the draft that was trained for {self.model.config._name_or_path or type(self.model).__name__}"
+        if max(config.target_layer_ids) >= len(self.layers):
+            raise ValueError(
+                f"the draft taps layer {max(config.target_layer_ids)}, but the target has {len(self.layers)} decoder "
+                f"layers{made_for}: {mend}"
+            )
+        for name in ("hidden_size", "target_hidden_size"):
+            if getattr(config, name) != self.config.hidden_size:
+                raise ValueError(
+                    f"the draft's {name} is {getattr(config, name)}, but the target's hidden_size is "
+                    f"{self.config.hidden_size}{made_for}: {mend}"
+                )
+        rows = self.embedding.num_embeddings
+        if config.mask_token_id >= rows:
+            raise ValueError(
+                f"the draft's mask_token_id {config.mask_token_id} is not a row of the target's embedding, which has "
+                f"{rows} rows{made_for}: {mend}, or resize the target's embedding"
+            )
+        if self.output_embedding is None:
+            raise ValueError(f"{type(self.model).__name__} has no output head: it cannot be a DFlash target")
+
+
+def soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """`cap * tanh(logits / cap)`, or the logits as they are where there is no cap."""
+    return logits if not cap else torch.tanh(logits / cap) * cap
+
+
+def refuse_cache_without_rollback(cache: Cache | None) -> None:
+    """Refuse, before any work, a target cache from which rejected candidates cannot be removed.
+
+    Raises:
+        ValueError: naming the culprit and the mend.
+    """
+    if cache is None:
+        raise ValueError(
+            "a DFlash draft needs the target's cache, and there is none: leave out use_cache=False; a target that has no "
+            "transformers Cache cannot be used"
+        )
+    if not isinstance(cache, Cache):
+        raise ValueError(f"a DFlash draft needs a transformers Cache on the target, got {type(cache).__name__}")
+    if not cache.is_croppable:
+        culprit = next(type(layer).__name__ for layer in cache.layers if not layer.is_croppable)
+        why = "recurrent states cannot be rolled back yet" if "Linear" in culprit else "use the dynamic cache"
+        raise ValueError(
+            f"the target's cache has {culprit} layers, from which rejected candidates cannot be removed: {why}"
+        )
+
+
+class TapRecorder:
+    """Reads the outputs of the tapped decoder layers by forward hooks, and nothing else of the target.
+
+    Only forwards inside `recording()` and of the same thread are read, so that a logits processor that calls the
+    target, or another thread that generates with it, does not get in. `close` removes every hook.
+
+    Args:
+        layers: the target's decoder layers.
+        layer_ids: the taps, in the order in which the draft wants them.
+        width: hidden size of one tap.
+        device, dtype: where features are kept: the draft's.
+    """
+
+    def __init__(self, layers: nn.ModuleList, layer_ids: list[int], width: int, device, dtype: torch.dtype):
+        self.num_taps = len(layer_ids)
+        self.width = width
+        self.device, self.dtype = device, dtype
+        self.buffers: list[torch.Tensor] = []
+        self._written = 0
+        self._recording_thread: int | None = None
+        self._hooks = [
+            layers[layer_id].register_forward_hook(partial(self._read, tap)) for tap, layer_id in enumerate(layer_ids)
+        ]
+
+    def _read(self, tap: int, _module: nn.Module, _args: tuple, output: torch.Tensor | tuple) -> None:
+        if self._recording_thread != threading.get_ident():
+            return
+        state = output[0] if isinstance(output, tuple) else output  # (b, n, H)
+        if self._written % self.num_taps == 0:  # the first tap of a forward pass
+            shape = (*state.shape[:2], self.num_taps * self.width)
+            self.buffers.append(torch.empty(shape, device=self.device, dtype=self.dtype))
+        self.buffers[-1][..., tap * self.width : (tap + 1) * self.width].copy_(state)
+        self._written += 1
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Read the taps of the target forwards made inside, by this thread."""
+        self._recording_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._recording_thread = None
+
+    def take(self) -> torch.Tensor:
+        """The features read since the last `take`: `(b, n, taps * H)`."""
+        features = self.buffers[0] if len(self.buffers) == 1 else torch.cat(self.buffers, dim=1)
+        self.buffers = []
+        return features
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+__all__ = ["TapRecorder", "Target", "decoder_layers", "refuse_cache_without_rollback", "soft_cap"]

@@ -19,9 +19,10 @@ from .cache import ContextCache  # noqa: E402  the version is checked first: old
 from .candidate_generator import DFlashCandidateGenerator  # noqa: E402
 from .configuration_dflash import DFlashDraftConfig  # noqa: E402
 from .conversion import LAYOUTS  # noqa: E402
-from .decoding import DFlashGenerateOutput, SpeculationStatistics, dflash_decoding  # noqa: E402
+from .decoding import dflash_decoding  # noqa: E402
 from .integration import install, uninstall  # noqa: E402
 from .modeling_dflash import DFlashDraftModel  # noqa: E402
+from .outputs import DFlashGenerateOutput, SpeculationStatistics  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [

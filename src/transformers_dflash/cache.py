@@ -80,7 +80,7 @@ class ContextCache:
         return self.layers[0].length
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `transformers.Cache.update`; the last `block_length` positions are not kept. See `ContextLayer.update`."""
+        """As `transformers.Cache.update`, but the last `block_length` positions are not kept."""
         return self.layers[layer_idx].update(keys, values, self.block_length)
 
     def get_seq_length(self) -> int:

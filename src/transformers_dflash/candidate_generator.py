@@ -125,8 +125,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     @torch.no_grad()
     def get_candidates(
-        self, input_ids: torch.LongTensor, *, max_candidates: int | None = None, **kwargs
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        self, input_ids: torch.Tensor, *, max_candidates: int | None = None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft the tokens that may follow `input_ids`, whose last token is the anchor.
 
         Args:
@@ -146,7 +146,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return torch.cat([input_ids, logits.argmax(-1)], dim=1), None
         return self._choose(input_ids, logits[0].float())
 
-    def _draft(self, anchor: torch.LongTensor, k: int) -> torch.Tensor:
+    def _draft(self, anchor: torch.Tensor, k: int) -> torch.Tensor:
         """Logits `(1, k, V)` of the `k` tokens after the anchor; the pending features become context."""
         draft, config = self.draft, self.config
         num_slots = k if config.sample_from_anchor else k + 1
@@ -175,9 +175,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return target.scale_logits(logits)
         return soft_cap(logits * (config.output_multiplier or 1.0), config.final_logit_softcapping)
 
-    def _choose(
-        self, input_ids: torch.LongTensor, logits: torch.Tensor
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Process the logits `(k, V)` and choose a candidate at each place, greedily or by their law."""
         if self.processes_rows:
             scores = process_rows(self.logits_processor, input_ids[:, -1:], logits)
@@ -192,7 +190,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             scores = torch.cat(rows)
         return ids, scores[None] if self.do_sample else None
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: a block costs one pass whatever its length."""
 
 

@@ -9,10 +9,27 @@ one by `transformers_dflash.conversion`, which fills `foreign_layouts` below whe
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CONTEXT_INJECTIONS = ("fused", "layer_aligned")
+# What decides what a saved draft computes: a file without one of these is not completed by a default.
+MANDATORY_FIELDS = (
+    "block_size",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "mask_token_id",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "target_layer_ids",
+)
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
@@ -37,14 +54,15 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]
     return taps
 
 
+@strict
 class DFlashDraftConfig(PreTrainedConfig):
     r"""Configuration of a [`DFlashDraftModel`] (DFlash, arXiv 2602.06036).
 
     Parameters that control the block and what is injected:
         block_size (`int`): slots of one block: the anchor and `block_size - 1` mask slots. At least 2.
         mask_token_id (`int`): row of the target's embedding that stands for "not yet known".
-        target_layer_ids (`list[int]`): the taps. Tap `i` is the output of the target's 0-based decoder layer `i`, before
-            any final norm (`hidden_states[i + 1]` in Transformers' numbering, except after the last layer).
+        target_layer_ids (`list[int]`): the taps. Tap `i` is the output of the target's 0-based decoder layer `i`,
+            before any final norm (`hidden_states[i + 1]` in Transformers' numbering, except after the last layer).
         target_hidden_size (`int`, *optional*): width of one tap; `hidden_size` where not given.
         num_target_layers (`int`, *optional*): decoder layers of the target, to check the taps against.
         context_injection (`str`): `"fused"`: all taps are concatenated, projected by `fc`, normed, and become keys and
@@ -56,9 +74,11 @@ class DFlashDraftConfig(PreTrainedConfig):
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
         hidden_act, rms_norm_eps, attention_bias, attention_dropout, rope_parameters, max_position_embeddings,
         initializer_range: as in Qwen3. The rotary embedding is the draft's own, always 1-D and over the whole head.
-        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` per layer; all full if absent.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` per layer; all full if
+            absent.
         sliding_window (`int`, *optional*): tokens that a query of a sliding layer sees, itself included.
-        causal_layer_types (`list[str]`): layer types that are causal *inside the block*; all others see the whole block.
+        causal_layer_types (`list[str]`): layer types that are causal *inside the block*; all others see the whole
+            block.
 
     Parameters that control the vocabulary and the logits:
         vocab_size, bos_token_id, eos_token_id, pad_token_id: the target's.
@@ -74,10 +94,12 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     Raises:
         ValueError: a field is missing or contradicts another; the message names it.
+        StrictDataclassError: a field has the wrong type; the message names it.
     """
 
     model_type = "dflash"
     default_theta = 1_000_000.0
+    has_no_defaults_at_init: ClassVar[bool] = True  # transformers < 5.24 would compare with `DFlashDraftConfig()`
     # Layouts of other systems, filled by transformers_dflash on import; empty where this file runs alone from the Hub.
     foreign_layouts: ClassVar[Sequence[Any]] = ()
 
@@ -120,6 +142,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     target_revision: str | None = None
 
     def __post_init__(self, **kwargs):
+        self._check_sizes()
         if self.target_layer_ids is None and self.num_target_layers is not None:
             taps = self.num_hidden_layers if self.context_injection == "layer_aligned" else 5
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, taps)
@@ -136,6 +159,22 @@ class DFlashDraftConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self._check()
 
+    def _check_sizes(self) -> None:
+        """Refuse sizes that are not positive, before anything is divided by them."""
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "target_hidden_size",
+            "draft_vocab_size",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
     def _check(self) -> None:
         """Refuse what cannot be a draft, naming the field and the mend."""
         for name in ("target_layer_ids", "mask_token_id"):
@@ -146,8 +185,8 @@ class DFlashDraftConfig(PreTrainedConfig):
             raise ValueError(f"target_layer_ids must be distinct 0-based decoder layers, at least one; got {taps}")
         if self.num_target_layers is not None and max(taps) >= self.num_target_layers:
             raise ValueError(
-                f"target_layer_ids has {max(taps)}, but the target has {self.num_target_layers} layers: the last one is "
-                f"{self.num_target_layers - 1}"
+                f"target_layer_ids has {max(taps)}, but the target has {self.num_target_layers} layers "
+                f"(num_target_layers): the last one is {self.num_target_layers - 1}"
             )
         if self.block_size < 2:
             raise ValueError(f"block_size must be at least 2 (the anchor and one mask slot), got {self.block_size}")
@@ -168,8 +207,18 @@ class DFlashDraftConfig(PreTrainedConfig):
             raise ValueError(f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {layers}")
         if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 1):
             raise ValueError(
-                f"layer_types has sliding layers, so sliding_window must be a positive integer; got {self.sliding_window}"
+                "layer_types has sliding layers, so sliding_window must be a positive integer; got "
+                f"{self.sliding_window}"
             )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act {self.hidden_act!r} is no activation that Transformers knows")
+        rope_type, theta = (self.rope_parameters.get(name) for name in ("rope_type", "rope_theta"))
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"rope_parameters has rope_type {rope_type!r}; it is one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+            )
+        if isinstance(theta, bool) or not isinstance(theta, int | float):
+            raise ValueError(f"rope_parameters has rope_theta {theta!r}, which is no number")
         if self.context_injection not in CONTEXT_INJECTIONS:
             raise ValueError(
                 f"context_injection is one of {', '.join(CONTEXT_INJECTIONS)}; got {self.context_injection!r}"
@@ -187,34 +236,51 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @property
     def num_candidates(self) -> int:
-        """The most candidates that one block gives: `block_size - 1`, or `block_size` if the anchor's slot predicts too."""
+        """The most candidates of one block: `block_size - 1`, or `block_size` if the anchor's slot predicts too."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file) -> dict[str, Any]:
+        config_dict = super()._dict_from_json_file(json_file)
+        if not isinstance(config_dict, dict):
+            raise ValueError(f"{json_file} holds a JSON {type(config_dict).__name__} instead of an object of fields")
+        return config_dict
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a `config.json` and translate it into this layout if it is in another one that is known.
 
         Raises:
-            ValueError: a mandatory field is missing, or the folder holds no draft at all.
+            ValueError: the folder holds no draft, or one that cannot be translated.
         """
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         for layout in cls.foreign_layouts:
             if layout.matches(config_dict):
-                config_dict = layout.convert_config(config_dict)
-                break
-        else:
-            if config_dict.get("model_type") != cls.model_type:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} holds no DFlash draft: its config.json has model_type "
-                    f"{config_dict.get('model_type')!r} and no DFlash fields"
-                )
-        for name in ("target_layer_ids", "mask_token_id", "block_size"):
+                return layout.convert_config(config_dict), kwargs
+        if config_dict.get("model_type") != cls.model_type:
+            found = f"has model_type {config_dict.get('model_type')!r} and no DFlash fields"
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds no DFlash draft: its config.json "
+                f"{found if config_dict else 'is missing or empty'}"
+            )
+        return config_dict, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """The config of a saved draft. Fields given as keywords replace those of the file before anything is checked.
+
+        Raises:
+            ValueError: a mandatory field is missing.
+        """
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in DFlashDraftConfig.__annotations__}
+        config_dict = config_dict | given
+        for name in MANDATORY_FIELDS:
             if config_dict.get(name) is None:
                 raise ValueError(
-                    f"the config.json of {pretrained_model_name_or_path} lacks `{name}`: add the value that the draft "
-                    "was trained with"
+                    f"the draft's config.json lacks `{name}`: add the value that the draft was trained with, or pass "
+                    f"{name}=... to from_pretrained"
                 )
-        return config_dict, kwargs
+        return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def from_target(cls, target_config: PreTrainedConfig, mask_token_id: int, **overrides) -> "DFlashDraftConfig":
@@ -226,11 +292,9 @@ class DFlashDraftConfig(PreTrainedConfig):
             **overrides: any field of this config.
         """
         text = target_config.get_text_config(decoder=True)
-        fields = {
-            "hidden_size": text.hidden_size,
-            "intermediate_size": text.intermediate_size,
-            "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": text.num_key_value_heads,
+        same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        fields = {name: getattr(text, name) for name in same if name not in overrides}
+        fields |= {
             "head_dim": getattr(text, "head_dim", None),  # not every family has the field
             "max_position_embeddings": text.max_position_embeddings,
             "num_target_layers": text.num_hidden_layers,

@@ -1,14 +1,14 @@
 """The decoding loop: prefill, then rounds of drafting, verifying and committing, for a batch of one.
 
-It stands where `GenerationMixin._sample` or `_assisted_decoding` would: Transformers has prepared the inputs, the cache,
-the processors and the stopping criteria, and everything here gives the result that `_sample` would give (greedy: the
-same tokens; sampling: the same law), with the draft's candidates verified a block at a time. The prefill is round zero:
-a block without candidates.
+It stands where `GenerationMixin._sample` or `_assisted_decoding` would: Transformers has prepared the inputs, the
+cache, the processors and the stopping criteria, and everything here gives what `_sample` would give (greedy: the
+same tokens; sampling: the same law), with the draft's candidates verified a block at a time. The prefill is round
+zero: a block without candidates.
 """
 
 import time
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,86 +16,16 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
 from .candidate_generator import DFlashCandidateGenerator, DraftContext
 from .modeling_dflash import DFlashDraftModel
+from .outputs import DFlashGenerateOutput, Record, SpeculationStatistics
 from .processors import all_row_wise, process_rows
-from .target import refuse_cache_without_rollback
+from .target import checked_cache
 from .verification import acceptance_probability, match_greedily, residual, sample_speculatively
 
 _CONTEXT = "_dflash_context"  # the name under which a target cache that is passed on carries the draft's context
-
-
-@dataclass
-class SpeculationStatistics:
-    """What the rounds of one generation did. The prefill is not a round.
-
-    Args:
-        drafted: candidates proposed, over all rounds.
-        accepted: candidates that were committed.
-        acceptance_lengths: committed tokens of each round: one per target forward, bonus token included.
-        drafted_at, accepted_at: the same counts by place in the block, first candidate first.
-        prefill_seconds, drafting_seconds, verifying_seconds: wall time spent in each; verification includes the
-            target's forward. On an accelerator work is queued, so that a time ends where the next result was needed.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    acceptance_lengths: list[int] = field(default_factory=list)
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    drafting_seconds: float = 0.0
-    verifying_seconds: float = 0.0
-
-    @property
-    def rounds(self) -> int:
-        """Rounds: target forwards after the prefill."""
-        return len(self.acceptance_lengths)
-
-    @property
-    def acceptance_length(self) -> float:
-        """τ: committed tokens per round, bonus token included; nan without a round."""
-        return sum(self.acceptance_lengths) / self.rounds if self.rounds else float("nan")
-
-    @property
-    def acceptance_rates(self) -> list[float]:
-        """For each place in the block, the share of candidates proposed there that were committed."""
-        return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
-
-    @property
-    def conditional_acceptance_rates(self) -> list[float]:
-        """For each place, the share committed of those whose predecessors in the block all were."""
-        reached = [self.rounds_with_candidates, *self.accepted_at]
-        return [a / r if r else float("nan") for a, r in zip(self.accepted_at, reached[:-1], strict=True)]
-
-    @property
-    def rounds_with_candidates(self) -> int:
-        return self.drafted_at[0] if self.drafted_at else 0
-
-    def add_round(self, drafted: int, committed: int, accepted: int) -> None:
-        self.drafted += drafted
-        self.accepted += accepted
-        self.acceptance_lengths.append(committed)
-        missing = drafted - len(self.drafted_at)
-        self.drafted_at += [0] * missing
-        self.accepted_at += [0] * missing
-        for place in range(drafted):
-            self.drafted_at[place] += 1
-            self.accepted_at[place] += place < accepted
-
-
-@dataclass
-class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
-    """`GenerateDecoderOnlyOutput`, and what the speculation did.
-
-    Args:
-        speculation: counts, acceptance lengths and times of this generation.
-    """
-
-    speculation: SpeculationStatistics | None = None
 
 
 class StopCheck:
@@ -118,64 +48,11 @@ class StopCheck:
             else:
                 self.others.append(criterion)
 
-    def __call__(self, input_ids: torch.LongTensor, token: int, scores: tuple | None) -> bool:
+    def __call__(self, input_ids: torch.Tensor, token: int, scores: tuple | None) -> bool:
         stop = token in self.eos_ids or (self.max_length is not None and input_ids.shape[1] >= self.max_length)
         if len(self.others):
             stop = bool(self.others(input_ids, scores).any()) or stop
         return stop
-
-
-class Record:
-    """The per-token outputs that `return_dict_in_generate` asks for, one tuple element per token as in `_sample`."""
-
-    def __init__(self, config: GenerationConfig):
-        wanted = config.return_dict_in_generate
-        self.scores: tuple | None = () if wanted and config.output_scores else None
-        self.logits: tuple | None = () if wanted and config.output_logits else None
-        self.attentions: tuple | None = () if wanted and config.output_attentions else None
-        self.hidden_states: tuple | None = () if wanted and config.output_hidden_states else None
-
-    def add_token(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Add one token's processed scores and raw logits, `(V,)` each."""
-        if self.scores is not None:
-            self.scores += (scores[None].float(),)
-        if self.logits is not None:
-            self.logits += (logits[None].float(),)
-
-    def add_prefill(self, outputs: ModelOutput) -> None:
-        """The prompt's states go to the first token whole."""
-        if self.attentions is not None:
-            self.attentions += (outputs.attentions,)
-        if self.hidden_states is not None:
-            self.hidden_states += (outputs.hidden_states,)
-
-    def add_block(self, outputs: ModelOutput, num_rows: int, num_committed: int, cache: Cache) -> None:
-        """Cut a block's states into those that single steps would have given.
-
-        Args:
-            outputs: of a target forward over `num_rows` tokens.
-            num_committed: how many of these rows stand for a committed token.
-            cache: the target's, as it was after that forward.
-        """
-        for row in range(num_committed):
-            if self.hidden_states is not None:
-                self.hidden_states += (tuple(state[:, row : row + 1] for state in outputs.hidden_states),)
-            if self.attentions is not None:
-                self.attentions += (
-                    tuple(
-                        _attention_of_row(weights, row, num_rows, layer)
-                        for weights, layer in zip(outputs.attentions, cache.layers, strict=True)
-                    ),
-                )
-
-
-def _attention_of_row(weights: torch.Tensor, row: int, num_rows: int, layer: Any) -> torch.Tensor:
-    """The attention `(b, heads, 1, keys)` that a single step would have returned for one row of a block."""
-    if layer.is_compileable:  # a static cache returns its whole length at every step
-        return weights[:, :, row : row + 1]
-    end = weights.shape[-1] - num_rows + row + 1
-    start = max(0, end - layer.sliding_window) if layer.is_sliding else 0
-    return weights[:, :, row : row + 1, start:end]
 
 
 class Verifier:
@@ -203,8 +80,8 @@ class Verifier:
         self.finished = False
 
     def commit(
-        self, input_ids: torch.LongTensor, num_candidates: int, q: torch.Tensor | None, logits: torch.Tensor
-    ) -> tuple[torch.LongTensor, int]:
+        self, input_ids: torch.Tensor, num_candidates: int, q: torch.Tensor | None, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, int]:
         """Commit what the target accepts of a block and the token that follows; sets `finished` where it must stop.
 
         Args:
@@ -234,7 +111,7 @@ class Verifier:
         return committed, accepted
 
     def _decide_at_once(
-        self, input_ids: torch.LongTensor, length: int, q: torch.Tensor | None, logits: torch.Tensor
+        self, input_ids: torch.Tensor, length: int, q: torch.Tensor | None, logits: torch.Tensor
     ) -> Iterator[tuple[int, bool, torch.Tensor]]:
         """Yield each committed token, whether it is a candidate, and its processed scores `(V,)`."""
         candidates = input_ids[0, length:]  # (k,)
@@ -251,7 +128,7 @@ class Verifier:
         yield last, False, scores[count]
 
     def _decide_one_by_one(
-        self, input_ids: torch.LongTensor, length: int, q: torch.Tensor | None, logits: torch.Tensor
+        self, input_ids: torch.Tensor, length: int, q: torch.Tensor | None, logits: torch.Tensor
     ) -> Iterator[tuple[int, bool, torch.Tensor]]:
         """As `_decide_at_once`, with each position's processors asked after the token before it was committed."""
         for place in range(logits.shape[0]):
@@ -275,16 +152,19 @@ class Verifier:
 
 
 def refuse_what_cannot_be_served(
-    model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, cache: Cache, synced_gpus: bool
-) -> None:
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, cache: Cache | None, synced_gpus: bool
+) -> Cache:
     """Refuse, before any work, generations that this loop cannot do right.
+
+    Returns:
+        The target's cache.
 
     Raises:
         ValueError: one sentence with the culprit and the mend.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder model, which a DFlash draft cannot serve: drop assistant_model"
+            f"{type(model).__name__} is an encoder-decoder model, which no DFlash draft serves: drop assistant_model"
         )
     if input_ids.shape[0] != 1:
         raise ValueError(
@@ -296,12 +176,12 @@ def refuse_what_cannot_be_served(
             "synced_gpus=True (FSDP, DeepSpeed ZeRO-3) needs equal steps on every rank, which a DFlash draft does not "
             "give: drop assistant_model"
         )
-    refuse_cache_without_rollback(cache)
+    cache = checked_cache(cache)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if config.output_attentions and len(cache.layers) not in (0, num_layers):
         raise ValueError(
-            f"output_attentions needs one cache layer per decoder layer, and {type(model).__name__} shares them: leave "
-            "the option out"
+            f"output_attentions needs one cache layer per decoder layer, and {type(model).__name__} shares them: "
+            "leave the option out"
         )
     if config.assistant_ensemble_weight is not None:
         raise ValueError(
@@ -311,9 +191,10 @@ def refuse_what_cannot_be_served(
     owner = getattr(prepare, "__self__", None)
     if owner is not None and getattr(owner.active_peft_config, "is_prompt_learning", False):
         raise ValueError(
-            f"{type(owner.active_peft_config).__name__} puts virtual tokens before the prompt, whose features a DFlash "
-            "draft was not trained on: drop assistant_model, or merge an adapter of another kind"
+            f"{type(owner.active_peft_config).__name__} puts virtual tokens before the prompt, whose features a "
+            "DFlash draft was not trained on: drop assistant_model"
         )
+    return cache
 
 
 def _longest_draft(
@@ -330,7 +211,7 @@ def _longest_draft(
 
 def dflash_decoding(
     model: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -338,7 +219,7 @@ def dflash_decoding(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     **model_kwargs,
-) -> DFlashGenerateOutput | torch.LongTensor:
+) -> DFlashGenerateOutput | torch.Tensor:
     """Generate with a DFlash draft. Arguments are those that `generate` hands to a decoding method.
 
     Args:
@@ -354,8 +235,9 @@ def dflash_decoding(
         ValueError: the request, the target's cache or the draft cannot be served.
     """
     cache_name = "cache" if "cache" in model_kwargs else "past_key_values"  # renamed in Transformers 5.24
-    cache = model_kwargs.get(cache_name)
-    refuse_what_cannot_be_served(model, input_ids, generation_config, cache, synced_gpus)
+    cache = refuse_what_cannot_be_served(
+        model, input_ids, generation_config, model_kwargs.get(cache_name), synced_gpus
+    )
 
     statistics = SpeculationStatistics()
     record = Record(generation_config)
@@ -424,9 +306,9 @@ def dflash_decoding(
 
 
 def _block_inputs(
-    model: PreTrainedModel, block_ids: torch.LongTensor, num_candidates: int, model_kwargs: dict[str, Any]
+    model: PreTrainedModel, block_ids: torch.Tensor, num_candidates: int, model_kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The target's inputs for the anchor and the candidates: masks and positions are lengthened as the model does it."""
+    """The target's inputs for the anchor and the candidates; masks and positions grow as the model does it."""
     if num_candidates:
         model_kwargs = model._update_model_kwargs_for_generation(
             ModelOutput(), dict(model_kwargs), num_new_tokens=num_candidates
@@ -451,15 +333,16 @@ def _take_context(cache: Cache, draft: DFlashDraftModel) -> DraftContext | None:
 
     It is taken away from the cache, so that a call that breaks off leaves none that does not fit.
     """
-    kept_draft, context = vars(cache).pop(_CONTEXT, (None, None))
-    if kept_draft is not draft or context.target_length != int(cache.get_seq_length()):
+    kept = vars(cache).pop(_CONTEXT, None)
+    if kept is None:
         return None
-    return context
+    draft_reference, context = kept
+    return context if draft_reference() is draft and context.target_length == int(cache.get_seq_length()) else None
 
 
 def _keep_context(cache: Cache, draft: DFlashDraftModel, context: DraftContext) -> None:
     """Keep what the draft knows beside the target's cache; it is copied and freed with it."""
-    setattr(cache, _CONTEXT, (draft, context))
+    setattr(cache, _CONTEXT, (weakref.ref(draft), context))  # a weak reference is not copied with the cache
 
 
-__all__ = ["DFlashGenerateOutput", "SpeculationStatistics", "dflash_decoding"]
+__all__ = ["dflash_decoding"]

@@ -1,4 +1,4 @@
-"""The hooks into Transformers: what `generate` does with a DFlash draft, and what `AutoConfig` makes of foreign layouts.
+"""The hooks into Transformers: what `generate` does with a DFlash draft, what `AutoConfig` makes of foreign layouts.
 
 `generate` has no registry of decoding methods. Its public door, `custom_generate`, loses the streamer, the tokenizer
 and the assistant on the way, so two methods of `GenerationMixin` are wrapped instead: the check of the generation mode
@@ -18,7 +18,7 @@ from .configuration_dflash import DFlashDraftConfig
 from .decoding import dflash_decoding
 from .modeling_dflash import DFlashDraftModel
 
-_originals: dict[str, Any] = {}
+_originals: dict[tuple[type, str], Any] = {}
 _HOOKED = {"_validate_generation_mode": "generation_mode_kwargs", "_assisted_decoding": "assistant_model"}
 
 
@@ -39,21 +39,19 @@ def install() -> None:
             )
     AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
     AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
-    for name in _HOOKED:
-        _originals[name] = getattr(GenerationMixin, name)
-    _originals["from_pretrained"] = AutoConfig.__dict__["from_pretrained"]
-    GenerationMixin._validate_generation_mode = _validate_generation_mode(_originals["_validate_generation_mode"])
-    GenerationMixin._assisted_decoding = _assisted_decoding(_originals["_assisted_decoding"])
-    AutoConfig.from_pretrained = classmethod(_config_from_pretrained(_originals["from_pretrained"].__func__))
+    for owner, name, wrap in (
+        (GenerationMixin, "_validate_generation_mode", _validate_generation_mode),
+        (GenerationMixin, "_assisted_decoding", _assisted_decoding),
+        (AutoConfig, "from_pretrained", _config_from_pretrained),
+    ):
+        _originals[owner, name] = vars(owner)[name]
+        setattr(owner, name, wrap(vars(owner)[name]))
 
 
 def uninstall() -> None:
     """Take the hooks out again. The Auto classes keep the registered model type."""
-    if not _originals:
-        return
-    for name in _HOOKED:
-        setattr(GenerationMixin, name, _originals[name])
-    AutoConfig.from_pretrained = _originals["from_pretrained"]
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
     _originals.clear()
 
 
@@ -69,14 +67,14 @@ def _validate_generation_mode(original):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         if generation_mode != GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
-                f"a DFlash draft serves greedy search and sampling, not {generation_mode.value}: drop assistant_model, or "
-                f"the options that ask for it (num_beams={generation_config.num_beams})"
+                f"a DFlash draft serves greedy search and sampling, not {generation_mode.value}: drop "
+                f"assistant_model, or the options that ask for it (num_beams={generation_config.num_beams})"
             )
         tokenizers = [generation_mode_kwargs.get(name) for name in ("tokenizer", "assistant_tokenizer")]
         if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
             raise ValueError(
-                "assistant_tokenizer has another vocabulary than tokenizer; a DFlash draft speaks its target's tokens: "
-                "leave assistant_tokenizer out and use the draft that was trained for this target"
+                "assistant_tokenizer has another vocabulary than tokenizer, but a DFlash draft speaks its target's "
+                "tokens: leave assistant_tokenizer out and use the draft that was trained for this target"
             )
         ours = ("assistant_model", "assistant_tokenizer")
         others = {name: value for name, value in generation_mode_kwargs.items() if name not in ours}
@@ -98,19 +96,20 @@ def _assisted_decoding(original):
 
 
 def _config_from_pretrained(original):
-    @functools.wraps(original)
+    @classmethod
+    @functools.wraps(original.__func__)
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         if _holds_foreign_draft(pretrained_model_name_or_path, kwargs):
             for name in ("trust_remote_code", "code_revision"):
                 kwargs.pop(name, None)
             return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
-        return original(cls, pretrained_model_name_or_path, **kwargs)
+        return original.__func__(cls, pretrained_model_name_or_path, **kwargs)
 
     return from_pretrained
 
 
 def _holds_foreign_draft(name: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a folder or Hub id holds a draft in another system's layout, several of which say they are Qwen3 models."""
+    """Whether a folder or Hub id holds a draft in another system's layout; several of them say `model_type: qwen3`."""
     try:
         config_dict, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
     except (OSError, ValueError):  # AutoConfig says what is wrong with it

@@ -8,11 +8,13 @@ reduced: both are the target's, so it maps block embeddings to hidden states and
 This file and the flat siblings that it imports are all that a pushed draft needs to run without this package.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
@@ -62,7 +64,7 @@ def block_attention_mask(
 
 
 def _as_attention_argument(
-    seen: torch.Tensor | None, padding: torch.Tensor | None, implementation: str, dtype: torch.dtype
+    seen: torch.Tensor | None, padding: torch.Tensor | None, implementation: str, query: torch.Tensor
 ) -> Any:
     """Put a block's mask into the form that an attention implementation takes.
 
@@ -70,7 +72,7 @@ def _as_attention_argument(
         seen: bool `(B, num_keys)` or None, from `block_attention_mask`.
         padding: `(b, num_keys)`, zero where a key is padding; or None.
         implementation: the name under which Transformers knows the attention function.
-        dtype: the queries' dtype.
+        query: `(b, heads, B, d)`.
     """
     if "flash" in implementation:  # its kernels take the window and causality as arguments, and padding as it is
         return padding
@@ -81,10 +83,22 @@ def _as_attention_argument(
         return None
     mask = seen if seen.dim() == 4 else seen[None, None]  # (b or 1, 1, B or 1, num_keys)
     if implementation == "eager":
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        return query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
     if implementation == "flex_attention":
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
+        batch, _, block_length, _ = query.shape
+        dense = mask.expand(batch, 1, block_length, -1).contiguous()
+        return create_block_mask(
+            lambda b, h, slot, key: dense[b, 0, slot, key], batch, None, block_length, mask.shape[3], query.device
+        )
     return mask
+
+
+def _describe(key: str | tuple) -> str:
+    """A weight's name, and both shapes where they differ."""
+    if isinstance(key, str):
+        return key
+    name, found, expected = key
+    return f"{name} (shape {list(found)} in the file, {list(expected)} by the config)"
 
 
 class BlockMasks:
@@ -103,7 +117,7 @@ class BlockMasks:
         given = self.given[attention.layer_type] if isinstance(self.given, dict) else self.given
         if given is not None and not (isinstance(given, torch.Tensor) and given.dim() == 2):
             return given  # made by the caller, who knows what it stands for (training)
-        kind = (attention.layer_type, num_keys)
+        kind = (attention.layer_type, num_keys, query.device)
         if kind not in self.built:
             seen = block_attention_mask(
                 self.block_length,
@@ -112,8 +126,8 @@ class BlockMasks:
                 sliding_window=attention.sliding_window,
                 device=query.device,
             )
-            padding = None if given is None else given[:, -num_keys:]
-            self.built[kind] = _as_attention_argument(seen, padding, self.implementation, query.dtype)
+            padding = None if given is None else given[:, -num_keys:].to(query.device)
+            self.built[kind] = _as_attention_argument(seen, padding, self.implementation, query)
         return self.built[kind]
 
 
@@ -238,7 +252,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self,
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         cache: Any | None = None,
         past_key_values: Any | None = None,
@@ -290,7 +304,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def make_cache(self) -> ContextCache:
         """An empty context cache for this draft."""
-        return ContextCache([layer.self_attn.sliding_window for layer in self.layers])
+        config = self.config
+        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+        return ContextCache(windows)
 
     def expand_reduced_logits(self, hidden_states: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Logits of the draft's own head over the target's vocabulary; tokens that the draft lacks get -inf.
@@ -318,35 +334,29 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             ValueError: a weight is missing, left over or of the wrong shape, or the config is not a draft's.
             OSError: a weight file is missing or cut short.
         """
+        source = pretrained_model_name_or_path  # None where config and state_dict are given instead
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["key_mapping"] = WEIGHT_RENAMES | (kwargs.get("key_mapping") or {})
+        kwargs["ignore_mismatched_sizes"] = True  # they are refused below, by name
         try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
+            model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            raise OSError(
-                f"a weight file of {pretrained_model_name_or_path} is damaged or cut short ({error}): get it again"
-            ) from error
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if names := sorted(str(key) for key in info[kind]):
-                shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-                raise ValueError(
-                    f"the weights of {pretrained_model_name_or_path} do not fit its config: {kind.replace('_', ' ')} "
-                    f"{shown}"
+            raise OSError(f"a weight file of {source} is damaged or cut short ({error}): get it again") from error
+        for kind in ("missing", "unexpected", "mismatched"):
+            if names := [_describe(key) for key in sorted(info[f"{kind}_keys"])]:
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                raise ValueError(f"the weights of {source} do not fit its config: {kind} {', '.join(names[:5])}{more}")
+        if source is not None:
+            hub_options = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+            with suppress(OSError):  # no generation_config.json: most published drafts have none
+                model.generation_config = GenerationConfig.from_pretrained(
+                    source, **{name: kwargs[name] for name in hub_options if name in kwargs}
                 )
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(
-                pretrained_model_name_or_path,
-                **{name: kwargs[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in kwargs},
-                local_files_only=kwargs.get("local_files_only", False),
-            )
-        except OSError:  # no generation_config.json: most published drafts have none
-            pass
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs) -> None:
-        """As `PreTrainedModel.save_pretrained`, with the drafting options if any is set."""
+        """As `PreTrainedModel.save_pretrained`, with the drafting options if any is set, and in our weight names."""
+        kwargs.setdefault("save_original_format", False)  # else a draft read from another layout gets its names back
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.generation_config.to_diff_dict().keys() - {"transformers_version"}:
             self.generation_config.save_pretrained(save_directory)

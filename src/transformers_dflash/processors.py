@@ -64,7 +64,7 @@ def for_draft(processors: LogitsProcessorList, temperature: float | None) -> Log
     return chosen
 
 
-def process_rows(processors: LogitsProcessorList, prefix: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+def process_rows(processors: LogitsProcessorList, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Apply row-wise processors to several positions at once.
 
     Args:

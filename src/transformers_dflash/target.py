@@ -1,9 +1,9 @@
 """Everything that is asked of a target: its decoder layers, block embeddings, head, limits, and the taps on it.
 
-Families differ in where an embedding is scaled or normed and what is done to logits after the head; all that knowledge
-is here. Modules are called, never read (`.weight` of a quantised, sharded or offloaded module is not what it computes);
-the one exception is an embedding with a norm inside, which must be left out without touching a module that other
-threads may be using.
+Families differ in where an embedding is scaled or normed and in what is done to logits after the head; all that
+knowledge is here. Modules are called, never read (`.weight` of a quantised, sharded or offloaded module is not what it
+computes); the one exception is an embedding with a norm inside, which must be left out without touching a module that
+other threads may be using.
 """
 
 import threading
@@ -51,7 +51,7 @@ class Target:
         self.embedding = model.get_input_embeddings()
         self.output_embedding = model.get_output_embeddings()
 
-    def embed(self, ids: torch.LongTensor, scale: float | None) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Embeddings of a block as drafts were trained on: scaled where the family scales, never normed.
 
         Args:
@@ -141,25 +141,27 @@ def soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     return logits if not cap else torch.tanh(logits / cap) * cap
 
 
-def refuse_cache_without_rollback(cache: Cache | None) -> None:
-    """Refuse, before any work, a target cache from which rejected candidates cannot be removed.
+def checked_cache(cache: Cache | None) -> Cache:
+    """The target's cache; one from which rejected candidates cannot be removed is refused before any work.
 
     Raises:
         ValueError: naming the culprit and the mend.
     """
     if cache is None:
         raise ValueError(
-            "a DFlash draft needs the target's cache, and there is none: leave out use_cache=False; a target that has no "
-            "transformers Cache cannot be used"
+            "a DFlash draft needs the target's cache, and there is none: leave out use_cache=False (a target that has "
+            "no transformers Cache cannot be used)"
         )
     if not isinstance(cache, Cache):
         raise ValueError(f"a DFlash draft needs a transformers Cache on the target, got {type(cache).__name__}")
     if not cache.is_croppable:
-        culprit = next(type(layer).__name__ for layer in cache.layers if not layer.is_croppable)
+        culprits = [type(layer).__name__ for layer in cache.layers if not layer.is_croppable]
+        culprit = culprits[0] if culprits else type(cache).__name__
         why = "recurrent states cannot be rolled back yet" if "Linear" in culprit else "use the dynamic cache"
         raise ValueError(
-            f"the target's cache has {culprit} layers, from which rejected candidates cannot be removed: {why}"
+            f"rejected candidates cannot be removed from the target's {type(cache).__name__} of {culprit}: {why}"
         )
+    return cache
 
 
 class TapRecorder:
@@ -216,4 +218,4 @@ class TapRecorder:
             hook.remove()
 
 
-__all__ = ["TapRecorder", "Target", "decoder_layers", "refuse_cache_without_rollback", "soft_cap"]
+__all__ = ["TapRecorder", "Target", "checked_cache", "decoder_layers", "soft_cap"]

@@ -2,14 +2,14 @@
 
 p is the target's law and q the draft's, both after their processors. Greedy verification keeps the candidates that the
 target would have chosen. Speculative sampling (arXiv 2211.17192, algorithm 1) keeps candidate x with probability
-min(1, p(x) / q(x)) and, at the first refusal, draws from max(0, p - q) divided by its sum: the result follows p exactly.
-A candidate that was chosen greedily has q = 1 on itself.
+min(1, p(x) / q(x)) and, at the first refusal, draws from max(0, p - q) divided by its sum: the result follows p
+exactly. A candidate that was chosen greedily has q = 1 on itself.
 """
 
 import torch
 
 
-def match_greedily(candidates: torch.LongTensor, target_tokens: torch.LongTensor) -> torch.Tensor:
+def match_greedily(candidates: torch.Tensor, target_tokens: torch.Tensor) -> torch.Tensor:
     """Length of the longest prefix of `candidates (k,)` that equals the target's choices `target_tokens (k + 1,)`."""
     return (candidates == target_tokens[:-1]).long().cumprod(0).sum()
 
@@ -40,7 +40,7 @@ def acceptance_probability(p_x: torch.Tensor, q_x: torch.Tensor | None) -> torch
 
 
 def sample_speculatively(
-    candidates: torch.LongTensor, p: torch.Tensor, q: torch.Tensor | None
+    candidates: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling of one block, all positions at once.
 

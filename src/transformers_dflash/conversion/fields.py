@@ -4,7 +4,7 @@ from typing import Any
 
 # Named and meant alike everywhere; the rest of a foreign config belongs to the target or to its training.
 COMMON_FIELDS = (
-    "architectures",
+    "_commit_hash",
     "attention_bias",
     "attention_dropout",
     "bos_token_id",
@@ -28,25 +28,10 @@ COMMON_FIELDS = (
     "transformers_version",
     "vocab_size",
 )
-MANDATORY_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-)
 
 
 def common_fields(source: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a foreign config that are ours as they stand, and the draft's own rope.
-
-    Raises:
-        ValueError: a field that decides the shape of the model is missing.
-    """
-    for name in MANDATORY_FIELDS:
-        if source.get(name) is None:
-            raise ValueError(f"the draft's config.json lacks `{name}`: its layers cannot be built without it")
+    """The fields of a foreign config that are ours as they stand, and the draft's own rope."""
     fields = {name: source[name] for name in COMMON_FIELDS if name in source}
     fields["model_type"] = "dflash"
     fields["architectures"] = ["DFlashDraftModel"]

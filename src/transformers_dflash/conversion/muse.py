@@ -1,7 +1,7 @@
 """Transformers' own `muse_glimmer_assistant` layout: flat fields, all layers sliding and bidirectional.
 
 Its embedding rows are the target's before their norm. The context projection has other weight names, which
-`modeling_dflash.WEIGHT_RENAMES` covers.
+`modeling_dflash.WEIGHT_RENAMES` covers. Its window does not count the slot itself, ours does.
 """
 
 from typing import Any
@@ -11,9 +11,9 @@ from transformers import AutoConfig
 from .fields import common_fields
 
 
-def matches(config_dict: dict[str, Any]) -> bool:
+def matches(config_dict: Any) -> bool:
     """The model type says it."""
-    return config_dict.get("model_type") == "muse_glimmer_assistant"
+    return isinstance(config_dict, dict) and config_dict.get("model_type") == "muse_glimmer_assistant"
 
 
 def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -23,5 +23,6 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     fields = common_fields(native)
     for name in ("block_size", "mask_token_id", "target_layer_ids"):
         fields[name] = native[name]
+    fields["sliding_window"] = native["sliding_window"] + 1
     fields["causal_layer_types"] = []
     return fields

@@ -1,6 +1,6 @@
 """speculators' layout (vLLM): nested layer config, taps numbered one higher, a reduced vocabulary with its own head.
 
-`aux_hidden_state_layer_ids` counts as `hidden_states` does, where 0 is the embedding: id i is the output of layer i - 1.
+`aux_hidden_state_layer_ids` counts as `hidden_states` does, where 0 is the embedding: id i is layer i - 1's output.
 `transformer_layer_config` is stored as a difference to its class's defaults.
 """
 
@@ -11,9 +11,9 @@ from transformers import AutoConfig
 from .fields import common_fields
 
 
-def matches(config_dict: dict[str, Any]) -> bool:
+def matches(config_dict: Any) -> bool:
     """Any speculators config that names a DFlash algorithm."""
-    return str(config_dict.get("speculators_model_type", "")).startswith("dflash")
+    return isinstance(config_dict, dict) and str(config_dict.get("speculators_model_type")).startswith("dflash")
 
 
 def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     """
     if config_dict["speculators_model_type"] != "dflash":
         raise ValueError(
-            f"this is a {config_dict['speculators_model_type']} draft (convolutions and a candidate selector), which is "
-            "not supported yet"
+            f"this is a {config_dict['speculators_model_type']} draft (convolutions and a candidate selector), which "
+            "is not supported yet"
         )
     nested = dict(config_dict.get("transformer_layer_config") or {})
     if not nested:
@@ -39,9 +39,10 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "the draft's config.json lacks `aux_hidden_state_layer_ids`: add the taps it was trained with"
         )
-    if min(taps) < 1:
+    if not isinstance(taps, list) or not all(isinstance(tap, int) and tap > 0 for tap in taps):
         raise ValueError(
-            f"aux_hidden_state_layer_ids {taps} has {min(taps)}, which is the target's embedding: not supported as a tap"
+            "aux_hidden_state_layer_ids must be a list of layers from 1 on (0, the target's embedding, is not "
+            f"supported as a tap); got {taps}"
         )
 
     fields = common_fields(layer)
@@ -53,7 +54,7 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     fields["sample_from_anchor"] = bool(config_dict.get("sample_from_anchor", False))
     fields["causal_layer_types"] = [] if config_dict.get("sliding_window_non_causal") else ["sliding_attention"]
     draft_vocab_size = config_dict.get("draft_vocab_size")
-    if draft_vocab_size is not None and draft_vocab_size < layer["vocab_size"]:
+    if draft_vocab_size is not None and draft_vocab_size != layer["vocab_size"]:
         fields["draft_vocab_size"] = draft_vocab_size
     verifier = (config_dict.get("speculators_config") or {}).get("verifier") or {}
     fields["target_name_or_path"] = verifier.get("name_or_path")

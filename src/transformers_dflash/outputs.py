@@ -1,0 +1,136 @@
+"""What a generation returns beside its tokens: what the speculation did, and states per token."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import ModelOutput
+
+
+@dataclass
+class SpeculationStatistics:
+    """What the rounds of one generation did. The prefill is not a round.
+
+    Args:
+        drafted: candidates proposed, over all rounds.
+        accepted: candidates that were committed.
+        acceptance_lengths: committed tokens of each round: one per target forward, bonus token included.
+        drafted_at, accepted_at: the same counts by place in the block, first candidate first.
+        prefill_seconds, drafting_seconds, verifying_seconds: wall time spent in each; verification includes the
+            target's forward. On an accelerator work is queued, so that a time ends where the next result was needed.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    acceptance_lengths: list[int] = field(default_factory=list)
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    drafting_seconds: float = 0.0
+    verifying_seconds: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds: target forwards after the prefill."""
+        return len(self.acceptance_lengths)
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ: committed tokens per round, bonus token included; nan without a round."""
+        return sum(self.acceptance_lengths) / self.rounds if self.rounds else float("nan")
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """For each place in the block, the share of candidates proposed there that were committed."""
+        return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def conditional_acceptance_rates(self) -> list[float]:
+        """For each place, the share committed of those whose predecessors in the block all were."""
+        reached = [self.rounds_with_candidates, *self.accepted_at]
+        return [a / r if r else float("nan") for a, r in zip(self.accepted_at, reached[:-1], strict=True)]
+
+    @property
+    def rounds_with_candidates(self) -> int:
+        return self.drafted_at[0] if self.drafted_at else 0
+
+    def add_round(self, drafted: int, committed: int, accepted: int) -> None:
+        self.drafted += drafted
+        self.accepted += accepted
+        self.acceptance_lengths.append(committed)
+        missing = drafted - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for place in range(drafted):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < accepted
+
+
+@dataclass
+class DFlashGenerateOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput`, and what the speculation did.
+
+    Args:
+        speculation: counts, acceptance lengths and times of this generation.
+    """
+
+    speculation: SpeculationStatistics | None = None
+
+
+class Record:
+    """The per-token outputs that `return_dict_in_generate` asks for, one tuple element per token as in `_sample`."""
+
+    def __init__(self, config: GenerationConfig):
+        wanted = config.return_dict_in_generate
+        self.scores: tuple | None = () if wanted and config.output_scores else None
+        self.logits: tuple | None = () if wanted and config.output_logits else None
+        self.attentions: tuple | None = () if wanted and config.output_attentions else None
+        self.hidden_states: tuple | None = () if wanted and config.output_hidden_states else None
+
+    def add_token(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add one token's processed scores and raw logits, `(V,)` each."""
+        if self.scores is not None:
+            self.scores += (scores[None].float(),)
+        if self.logits is not None:
+            self.logits += (logits[None].float(),)
+
+    def add_prefill(self, outputs: ModelOutput) -> None:
+        """The prompt's states go to the first token whole."""
+        if self.attentions is not None:
+            self.attentions += (outputs.attentions,)
+        if self.hidden_states is not None:
+            self.hidden_states += (outputs.hidden_states,)
+
+    def add_block(self, outputs: ModelOutput, num_rows: int, num_committed: int, cache: Cache) -> None:
+        """Cut a block's states into those that single steps would have given.
+
+        Args:
+            outputs: of a target forward over `num_rows` tokens.
+            num_committed: how many of these rows stand for a committed token.
+            cache: the target's, as it was after that forward.
+        """
+        for row in range(num_committed):
+            if self.hidden_states is not None:
+                self.hidden_states += (tuple(state[:, row : row + 1] for state in outputs.hidden_states),)
+            if self.attentions is not None:
+                self.attentions += (
+                    tuple(
+                        _attention_of_row(weights, row, num_rows, layer)
+                        for weights, layer in zip(outputs.attentions, cache.layers, strict=True)
+                    ),
+                )
+
+
+def _attention_of_row(weights: torch.Tensor, row: int, num_rows: int, layer: Any) -> torch.Tensor:
+    """The attention `(b, heads, 1, keys)` that a single step would have returned for one row of a block."""
+    if layer.is_compileable:  # a static cache returns its whole length at every step
+        return weights[:, :, row : row + 1]
+    end = weights.shape[-1] - num_rows + row + 1
+    start = max(0, end - layer.sliding_window) if layer.is_sliding else 0
+    return weights[:, :, row : row + 1, start:end]
+
+
+__all__ = ["DFlashGenerateOutput", "Record", "SpeculationStatistics"]

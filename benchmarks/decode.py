@@ -1,4 +1,4 @@
-"""Decoding speed, side by side in one process: plain generate, this package, Transformers' own DFlash path, z-lab's loop.
+"""Decoding speed, side by side in one process: plain generate, this package, Transformers' own path, z-lab's loop.
 
 Every method answers every prompt in turn, so that a machine whose speed drifts slows all of them alike; a speed is the
 median over prompts of new tokens per second of the whole call. The floor is the time of the bare forwards of a round:
@@ -21,19 +21,19 @@ import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import transformers_dflash
-from transformers_dflash.cli import EMBEDDED_DRAFT, embedded_target
-from transformers_dflash.target import Target, TapRecorder
+from transformers_dflash.cli import find_example
+from transformers_dflash.target import TapRecorder, Target
 
 HERE = Path(__file__).parent
 
 
-def zlab_method(target, new_tokens: int) -> Callable | None:
+def zlab_method(target, draft_folder: Path, new_tokens: int) -> Callable | None:
     """z-lab's own loop on the same folder, if the package `dflash` is installed."""
     try:
         from dflash.model import DFlashDraftModel
     except ImportError:
         return None
-    draft = DFlashDraftModel.from_pretrained(EMBEDDED_DRAFT, dtype=target.dtype).eval()
+    draft = DFlashDraftModel.from_pretrained(draft_folder, dtype=target.dtype).eval()
     eos = target.generation_config.eos_token_id
     stops = [eos] if isinstance(eos, int) else list(eos)
     return lambda ids: draft.spec_generate(target, ids, new_tokens, stops)
@@ -79,10 +79,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
 
-    folder, file = embedded_target()
+    folder, file, draft_folder = find_example()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16)
-    draft = AutoModel.from_pretrained(EMBEDDED_DRAFT, dtype=torch.bfloat16)
+    draft = AutoModel.from_pretrained(draft_folder, dtype=torch.bfloat16)
     questions = [json.loads(line)["question"] for line in (HERE / "gsm8k_heldout.jsonl").open()]
     prompts = [
         tokenizer.apply_chat_template(
@@ -108,14 +108,14 @@ def main() -> None:
             ids, assistant_model=draft, speculation_type="dflash", **options
         ),
     }
-    if (zlab := zlab_method(target, arguments.new_tokens)) is not None:
+    if (zlab := zlab_method(target, draft_folder, arguments.new_tokens)) is not None:
         methods["z-lab dflash"] = zlab
 
     taus: list[float] = []
     speeds: dict[str, list[float]] = {name: [] for name in methods}
     floors = []
     with torch.inference_mode():
-        for name, method in methods.items():
+        for method in methods.values():
             method(prompts[0])  # warm up
         rounds.clear()
         taus.clear()
@@ -158,8 +158,8 @@ def main() -> None:
         f"{1000 * statistics.median(floors):.1f} ms)."
     )
     print(
-        f"\nSmolLM2-135M-Instruct in bfloat16, block {draft.config.block_size}, greedy, batch 1, {len(prompts)} held-out "
-        f"GSM8K questions, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} threads of a "
+        f"\nSmolLM2-135M-Instruct in bfloat16, block {draft.config.block_size}, greedy, batch 1, {len(prompts)} "
+        f"held-out GSM8K questions, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} threads of a "
         f"{platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"transformers-dflash {transformers_dflash.__version__}.\n"
         f"Command: `python benchmarks/decode.py --prompts {len(prompts)} --new-tokens {arguments.new_tokens}`"

@@ -5,6 +5,7 @@ and then, and a sliding window that the tests run past.
 """
 
 import importlib.util
+import inspect
 import os
 from pathlib import Path
 
@@ -37,6 +38,9 @@ REAL_DRAFT = REPO / "examples" / "SmolLM2-135M-Instruct-DFlash-b8"
 WINDOW = 12
 MASK = 31  # an id that prompts do not use
 VOCAB = 32
+
+# The target's cache among generate's arguments: renamed in Transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 COMMON = {
     "vocab_size": VOCAB,

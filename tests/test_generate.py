@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import VOCAB, WINDOW, make_draft, make_target, prompt
+from conftest import CACHE, VOCAB, WINDOW, make_draft, make_target, prompt
 from oracle import oracle
 from transformers import (
     DynamicCache,
@@ -228,7 +228,7 @@ def conversation(target, draft):
     """Three turns on one cache that the caller keeps: the ids after each, and the cache's length."""
     cache, ids, turns = DynamicCache(config=target.config), prompt(9), []
     for turn in range(3):
-        ids = greedy(target, ids, draft, past_key_values=cache, max_new_tokens=11)
+        ids = greedy(target, ids, draft, **{CACHE: cache}, max_new_tokens=11)
         turns.append((ids.tolist(), cache.get_seq_length()))
         ids = torch.cat([ids, prompt(5, seed=turn + 1)], dim=1)
     return turns
@@ -242,12 +242,12 @@ def test_turns_on_a_passed_in_cache(targets, family):
 def test_later_turns_draft_from_the_whole_conversation(target, draft):
     """The draft's logits on a cache that is passed on equal those of a call that sees everything anew."""
     cache, ids = DynamicCache(config=target.config), prompt(9)
-    ids = greedy(target, ids, draft, past_key_values=cache, max_new_tokens=11)
+    ids = greedy(target, ids, draft, **{CACHE: cache}, max_new_tokens=11)
     ids = torch.cat([ids, prompt(5, seed=1)], dim=1)
     answer = greedy(target, ids)
     for copied in (copy.deepcopy(cache), cache):
         with oracle(answer, 2, VOCAB) as continued:
-            assert torch.equal(greedy(target, ids, draft, past_key_values=copied), answer)
+            assert torch.equal(greedy(target, ids, draft, **{CACHE: copied}), answer)
         with oracle(answer, 2, VOCAB) as anew:
             greedy(target, ids, draft)
         for one, other in zip(continued, anew, strict=True):
@@ -258,21 +258,21 @@ def test_later_turns_draft_from_the_whole_conversation(target, draft):
 def test_a_cache_that_moved_without_the_draft_still_gives_plain_output(target, draft, between):
     cache, ids = DynamicCache(config=target.config), prompt(9)
     if between == "filled by the target alone":
-        ids = greedy(target, ids, past_key_values=cache, max_new_tokens=5)
+        ids = greedy(target, ids, **{CACHE: cache}, max_new_tokens=5)
     elif between == "cropped":
-        greedy(target, ids, draft, past_key_values=cache, max_new_tokens=11)
+        greedy(target, ids, draft, **{CACHE: cache}, max_new_tokens=11)
         cache.crop(-12)  # into the prompt
     else:
-        ids = greedy(target, ids, make_draft(target, seed=9), past_key_values=cache, max_new_tokens=5)
+        ids = greedy(target, ids, make_draft(target, seed=9), **{CACHE: cache}, max_new_tokens=5)
     ids = torch.cat([ids, prompt(4, seed=2)], dim=1)
     answer = greedy(target, ids)
-    assert torch.equal(greedy(target, ids, draft, past_key_values=cache), answer)
+    assert torch.equal(greedy(target, ids, draft, **{CACHE: cache}), answer)
 
 
 def test_a_cache_returned_by_generate_can_be_passed_on(target, draft):
     first = greedy(target, prompt(9), draft, return_dict_in_generate=True, max_new_tokens=11)
     ids = torch.cat([first.sequences, prompt(5, seed=1)], dim=1)
-    out = greedy(target, ids, draft, past_key_values=first.past_key_values)
+    out = greedy(target, ids, draft, **{CACHE: first[CACHE]})
     assert torch.equal(out, greedy(target, ids))
 
 

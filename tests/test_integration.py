@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import COMMON, MASK, VOCAB, make_draft, make_target, prompt
+from conftest import CACHE, COMMON, MASK, VOCAB, make_draft, make_target, prompt
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -149,7 +149,7 @@ def test_caches_that_cannot_roll_back_are_refused_by_name(target, draft):
         is_croppable = False
 
     with pytest.raises(ValueError, match="cannot be removed.*Unknown"):
-        greedy(target, prompt(7), draft, past_key_values=Unknown(config=target.config))
+        greedy(target, prompt(7), draft, **{CACHE: Unknown(config=target.config)})
 
 
 def test_a_target_whose_cache_is_no_transformers_cache_is_refused(target, draft):
@@ -158,7 +158,7 @@ def test_a_target_whose_cache_is_no_transformers_cache_is_refused(target, draft)
             return 0
 
     with pytest.raises(ValueError, match="Foreign"):
-        greedy(target, prompt(7), draft, past_key_values=Foreign())
+        greedy(target, prompt(7), draft, **{CACHE: Foreign()})
 
 
 def llama(**overrides):

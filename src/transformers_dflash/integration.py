@@ -102,6 +102,7 @@ def _config_from_pretrained(original):
         if _holds_foreign_draft(pretrained_model_name_or_path, kwargs):
             for name in ("trust_remote_code", "code_revision"):
                 kwargs.pop(name, None)
+            kwargs["name_or_path"] = pretrained_model_name_or_path
             return DFlashDraftConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
         return original.__func__(cls, pretrained_model_name_or_path, **kwargs)
 

@@ -1,0 +1,218 @@
+"""Our forward pass and loading against other people's classes, on the same folders and inputs."""
+
+import pytest
+import torch
+from conftest import REAL_DRAFT
+from layouts import SLIDING, ZLAB, changed, write_draft
+from safetensors.torch import load_file
+from transformers import AutoModel, Qwen3Config
+
+pytestmark = pytest.mark.peers
+
+MASK = 31
+
+
+def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+# z-lab's package, dflash
+
+
+@pytest.fixture
+def zlab():
+    return pytest.importorskip("dflash.model", reason="z-lab's package is absent: pip install --no-deps dflash==0.1.0")
+
+
+def compare_rounds(zlab, folder, accepted: tuple[int, ...]) -> None:
+    """Draft round by round with both classes, each with its own cache."""
+    ours = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    theirs = zlab.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+    assert theirs.target_layer_ids == ours.config.target_layer_ids
+    assert (theirs.block_size, theirs.mask_token_id) == (ours.config.block_size, ours.config.mask_token_id)
+    config, block = ours.config, ours.config.block_size
+    width = len(config.target_layer_ids) * config.hidden_size
+    mine, other = ours.make_cache(), zlab._make_cache(theirs.config)
+    torch.manual_seed(0)
+    start = 0
+    for length in accepted:
+        noise, features = torch.randn(1, block, config.hidden_size), torch.randn(1, length, width)
+        positions = torch.arange(start, start + length + block)[None]
+        expected = theirs(
+            position_ids=positions,
+            noise_embedding=noise,
+            target_hidden=features,
+            past_key_values=other,
+            use_cache=True,
+        )
+        start += length
+        zlab._crop_to(other, start)
+        assert_near(ours(noise, features, position_ids=positions, cache=mine).last_hidden_state, expected)
+
+
+ZLAB_VARIANTS = {
+    "full": ZLAB,
+    "full causal": changed(ZLAB, is_causal=True),
+    "mixed, sliding causal": changed(ZLAB, **SLIDING),
+    "mixed, none causal": changed(ZLAB, **SLIDING, is_causal=False),
+    "mixed, all causal": changed(ZLAB, **SLIDING, is_causal=True),
+    "max_window_layers": changed(
+        ZLAB, ("layer_types",), sliding_window=8, use_sliding_window=True, max_window_layers=1
+    ),
+    "more taps than layers": changed(ZLAB, dflash_config={"target_layer_ids": [0, 1, 2, 3]}),
+    "nested block size": changed(ZLAB, ("block_size",), dflash_config={"block_size": 5}),
+    "attention bias": changed(ZLAB, attention_bias=True),
+    "yarn": changed(
+        ZLAB,
+        ("rope_theta",),
+        rope_scaling={
+            "type": "yarn",
+            "rope_theta": 50000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "leaked target fields": changed(
+        ZLAB,
+        ("rope_scaling", "rope_theta"),
+        partial_rotary_factor=0.25,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+    ),
+    "no head_dim": changed(ZLAB, ("head_dim",)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [3, 30], ids=lambda n: f"prompt{n}")
+@pytest.mark.parametrize("config", ZLAB_VARIANTS.values(), ids=ZLAB_VARIANTS)
+def test_zlabs_class_gives_the_same_hidden_states(zlab, tmp_path, config, prompt):
+    compare_rounds(zlab, write_draft(tmp_path, config), (prompt, 1, 5, 3, 2, 5, 4))
+
+
+@torch.no_grad()
+@pytest.mark.real
+def test_zlabs_class_gives_the_same_hidden_states_for_the_real_draft(zlab):
+    compare_rounds(zlab, REAL_DRAFT, (100, 1, 7, 3, 8, 200, 2))
+
+
+# speculators
+
+
+@pytest.fixture
+def speculators():
+    return pytest.importorskip("speculators", reason="speculators is absent: pip install --no-deps speculators==0.9.0")
+
+
+def saved_by_speculators(folder, draft_vocab_size: int = 32, layer: dict | None = None, **fields):
+    """A random draft of speculators' class, after it saved itself to a folder."""
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    layer_config = Qwen3Config(
+        **{
+            "vocab_size": 32,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "attn_implementation": "eager",
+        }
+        | (layer or {})
+    )
+    config = DFlashSpeculatorConfig(
+        **{
+            "transformer_layer_config": layer_config,
+            "draft_vocab_size": draft_vocab_size,
+            "block_size": 6,
+            "aux_hidden_state_layer_ids": [2, 4],
+            "mask_token_id": MASK,
+            "speculators_config": SpeculatorsConfig(
+                algorithm="dflash",
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=5)],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path="org/target", architectures=["Qwen3ForCausalLM"]),
+            ),
+        }
+        | fields
+    )
+    torch.manual_seed(0)
+    model = DFlashDraftModel(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+    if draft_vocab_size != 32:
+        kept = torch.zeros(32, dtype=torch.bool)
+        kept[torch.randperm(32)[:draft_vocab_size]] = True
+        model.load_vocab_mappings(kept, kept.nonzero()[:, 0] - torch.arange(draft_vocab_size))
+    model.save_pretrained(folder)
+    return model
+
+
+def one_anchor(model, anchor: int):
+    """speculators' training forward with a single anchor, which is a decoding step, and that step's inputs."""
+    length = anchor + 2 * model.block_size
+    ids = torch.randint(0, MASK, (1, length))
+    features = torch.randn(1, length, 64)
+    loss_mask = torch.zeros(1, length, dtype=torch.long)
+    loss_mask[0, anchor] = 1
+    hidden, logits, *_ = model._backbone_forward(
+        features, ids, loss_mask, torch.randn(1, length, 32), torch.zeros_like(ids), max_anchors=1
+    )
+    block = torch.full((1, model.block_size), MASK)
+    block[0, 0] = ids[0, anchor]
+    return model.embed_tokens(block), features[:, :anchor], hidden, logits
+
+
+SPECULATORS_VARIANTS = {
+    "full": {},
+    "sample from anchor": {"sample_from_anchor": True},
+    "attention bias": {"layer": {"attention_bias": True}},
+    "mixed, sliding causal": {"layer": SLIDING | {"sliding_window": 64}},
+    "mixed, none causal": {"layer": SLIDING | {"sliding_window": 64}, "sliding_window_non_causal": True},
+    "rope": {"layer": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}},
+    "reduced vocabulary": {"draft_vocab_size": 10},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("anchor", [1, 20], ids=lambda n: f"anchor{n}")
+@pytest.mark.parametrize("fields", SPECULATORS_VARIANTS.values(), ids=SPECULATORS_VARIANTS)
+def test_speculators_class_gives_the_same_hidden_states(speculators, tmp_path, fields, anchor):
+    theirs = saved_by_speculators(tmp_path, **fields)
+    ours = AutoModel.from_pretrained(tmp_path)
+    assert ours.config.target_layer_ids == [1, 3]
+    assert ours.config.target_name_or_path == "org/target"
+    assert ours.config.sample_from_anchor == fields.get("sample_from_anchor", False)
+    noise, features, expected, logits = one_anchor(theirs, anchor)
+    hidden = ours(noise, features).last_hidden_state
+    assert_near(hidden, expected)
+    if "draft_vocab_size" in fields:
+        full = ours.expand_reduced_logits(hidden, 32)
+        kept = theirs.t2d
+        assert_near(full[..., kept], logits)
+        assert (full[..., ~kept] == float("-inf")).all()
+
+
+@torch.no_grad()
+def test_speculators_window_is_counted_from_the_anchor_in_training_and_from_each_slot_here(speculators, tmp_path):
+    """What speculators trains and what it is served with (vLLM, and here) part once a context exceeds the window."""
+    layer = {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "use_sliding_window": True}
+    theirs = saved_by_speculators(tmp_path, layer=layer | {"sliding_window": 8}, sliding_window_non_causal=True)
+    ours = AutoModel.from_pretrained(tmp_path)
+    noise, features, expected, _ = one_anchor(theirs, 20)
+    # their slots all see the 8 tokens before the anchor
+    as_trained = torch.ones(1, 1, 6, 26, dtype=torch.bool)
+    as_trained[..., :12] = False
+    assert_near(ours(noise, features, attention_mask=as_trained).last_hidden_state, expected)
+    assert not torch.allclose(ours(noise, features).last_hidden_state, expected, atol=1e-3)
+
+
+def test_speculators_saves_no_more_than_we_read(speculators, tmp_path):
+    theirs = saved_by_speculators(tmp_path, draft_vocab_size=10)
+    saved = load_file(tmp_path / "model.safetensors")
+    ours, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert saved.keys() - ours.state_dict().keys() == {"t2d"}
+    assert torch.equal(ours.d2t, theirs.d2t)

@@ -81,6 +81,8 @@ SLIDING = {
     "use_sliding_window": True,
 }
 
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+
 
 def changed(config: dict, without: tuple[str, ...] = (), **changes) -> dict:
     """A copy of a config without some fields, wherever they stand, and with others added; nested dicts are merged."""

@@ -16,10 +16,10 @@ def oracle(answer: torch.LongTensor, num_right: int, vocab_size: int):
     """
     drafted = []
     original_choice = DFlashCandidateGenerator.get_candidates
-    original_draft = DFlashCandidateGenerator._draft
+    original_logits = DFlashCandidateGenerator._logits
 
-    def draft(self, anchor, k):
-        logits = original_draft(self, anchor, k)
+    def draft_logits(self, hidden):
+        logits = original_logits(self, hidden)
         drafted[-1]["logits"] = logits[0]
         return logits
 
@@ -36,12 +36,12 @@ def oracle(answer: torch.LongTensor, num_right: int, vocab_size: int):
         candidates[:, num_right:] = (candidates[:, num_right:] + 1) % vocab_size
         return torch.cat([input_ids, candidates], dim=1), None
 
-    DFlashCandidateGenerator.get_candidates, DFlashCandidateGenerator._draft = get_candidates, draft
+    DFlashCandidateGenerator.get_candidates, DFlashCandidateGenerator._logits = get_candidates, draft_logits
     try:
         yield drafted
     finally:
         DFlashCandidateGenerator.get_candidates = original_choice
-        DFlashCandidateGenerator._draft = original_draft
+        DFlashCandidateGenerator._logits = original_logits
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from layouts import SLIDING, SPECULATORS, ZLAB, changed, write_config
+from layouts import DFLASH2, SLIDING, SPECULATORS, ZLAB, changed, write_config
 from transformers import AutoConfig, Qwen3Config
 
 from transformers_dflash import DFlashDraftConfig
@@ -304,8 +304,10 @@ def test_a_missing_field_is_refused_by_name(tmp_path, name):
         ({"dflash_config": {"use_swa": True}}, "gives no window: `swa_window_size` is absent"),
         ({"is_causal": "no"}, "`is_causal: 'no'` where true or false belongs"),
         ({"is_neox_style": False}, "interleaved rope is not supported"),
-        ({"architectures": ["DFlash2DraftModel"]}, "this is a DFlash 2 draft .* not supported yet"),
-        ({"dflash_config": {"selector_rank": 256}}, "this is a DFlash 2 draft .* not supported yet"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 draft's config.json lacks `conv_kernel_size`"),
+        ({"dflash_config": {"selector_rank": 256}}, "come together: `selector_top_k` is missing"),
+        ({"dflash_config": DFLASH2 | {"conv_group_size": 5}}, "32 is not a multiple of conv_group_size 5"),
+        ({"dflash_config": DFLASH2 | {"selector_top_k": 33}}, "selector_top_k 33 exceeds vocab_size 32"),
     ],
     ids=[
         "negative tap",
@@ -319,8 +321,10 @@ def test_a_missing_field_is_refused_by_name(tmp_path, name):
         "use_swa without a window",
         "is_causal no boolean",
         "interleaved rope",
-        "DFlash 2 by name",
-        "DFlash 2 by fields",
+        "DFlash 2 without its sizes",
+        "half a selector",
+        "groups that do not fit",
+        "more candidates than tokens",
     ],
 )
 def test_wrong_values_are_refused_by_name(tmp_path, changes, message):
@@ -378,7 +382,11 @@ def test_speculators_fills_the_defaults_of_another_layer_class(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (changed(SPECULATORS, speculators_model_type="dflash2"), "this is a dflash2 draft .* not supported yet"),
+        (
+            changed(SPECULATORS, speculators_model_type="dflash2"),
+            "DFlash 2 draft's config.json lacks `conv_kernel_size`",
+        ),
+        (changed(SPECULATORS, speculators_model_type="dflash3"), "this is a dflash3 draft, which is not supported"),
         (changed(SPECULATORS, ("aux_hidden_state_layer_ids",)), "lacks `aux_hidden_state_layer_ids`"),
         (changed(SPECULATORS, aux_hidden_state_layer_ids=[0, 2]), r"aux_hidden_state_layer_ids must .* got \[0, 2\]"),
         (changed(SPECULATORS, aux_hidden_state_layer_ids=["2"]), r"aux_hidden_state_layer_ids must .* got \['2'\]"),
@@ -387,7 +395,17 @@ def test_speculators_fills_the_defaults_of_another_layer_class(tmp_path):
         (changed(SPECULATORS, mask_token_id=None), "lacks `mask_token_id`"),
         (changed(SPECULATORS, mask_token_id=32), "mask_token_id 32 is not a row"),
     ],
-    ids=["dflash2", "no taps", "embedding tap", "tap no number", "no layers", "no block size", "no mask", "mask out"],
+    ids=[
+        "dflash2",
+        "dflash3",
+        "no taps",
+        "embedding tap",
+        "tap no number",
+        "no layers",
+        "no block size",
+        "no mask",
+        "mask out",
+    ],
 )
 def test_wrong_speculators_configs_are_refused_by_name(tmp_path, config, message):
     refused(tmp_path, config, message)
@@ -498,22 +516,27 @@ def test_published_configs_are_read(tmp_path, published):
     "published",
     [
         draft(
-            5, (5120, 17408), (32, 8, 128), None, [5, 19, 33, 47, 61], 64, 248070, 5, 2048, is_causal=False,
-            architectures=["DFlash2DraftModel"],
+            5, (5120, 17408), (32, 8, 128), 8, [5, 19, 33, 47, 61], 64, 248070, 5, 2048, is_causal=False,
+            architectures=["DFlash2DraftModel"], vocab_size=248320,
         ),
         draft(
             5, (6656, 19968), (32, 8, 128), 16, [1, 13, 25, 37, 49], 52, 201818, 5, 2048, is_causal=False,
             architectures=["DFlash2DraftModel"], output_multiplier=0.19611613513818404, final_logit_softcapping=20,
+            vocab_size=202048,
         ),
         draft(
             6, (6144, 12288), (64, 8, 128), 8, [5, 19, 33, 47, 61, 75], 78, 154856, 6, 2048, is_causal=False,
-            architectures=["DFlash2DraftModel"],
+            architectures=["DFlash2DraftModel"], vocab_size=154880,
         ),
     ],
     ids=["Qwen3.8-27B", "Muse-Glimmer-30B", "GLM-5.3"],
 )  # fmt: skip
-def test_published_dflash2_configs_are_refused(tmp_path, published):
-    refused(tmp_path, published, "this is a DFlash 2 draft")
+def test_published_dflash2_configs_are_read(tmp_path, published):
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+    config = read(tmp_path, changed(published, dflash_config=sizes))
+    assert {name: getattr(config, name) for name in sizes} == sizes
+    assert config.causal_layer_types == []
+    assert config.output_multiplier == published.get("output_multiplier")
 
 
 def test_the_published_native_config_is_read(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import REAL_DRAFT
-from layouts import SLIDING, ZLAB, changed, write_draft
+from layouts import DFLASH2, SLIDING, ZLAB, changed, write_draft
 from safetensors.torch import load_file
 from transformers import AutoModel, Qwen3Config
 
@@ -93,6 +93,30 @@ def test_zlabs_class_gives_the_same_hidden_states(zlab, tmp_path, config, prompt
 @pytest.mark.real
 def test_zlabs_class_gives_the_same_hidden_states_for_the_real_draft(zlab):
     compare_rounds(zlab, REAL_DRAFT, (100, 1, 7, 3, 8, 200, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_slots", [6, 3], ids=["whole-block", "cut-block"])
+def test_zlabs_dflash2_class_gives_the_same_hidden_states_and_candidates(zlab, tmp_path, num_slots):
+    config = changed(ZLAB, **SLIDING, is_causal=False, architectures=["DFlash2DraftModel"], dflash_config=DFLASH2)
+    folder = write_draft(tmp_path, config)
+    ours = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    theirs = zlab.DFlash2DraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    head = torch.nn.Linear(32, 32, bias=False)
+    noise, features, anchor = torch.randn(1, num_slots, 32), torch.randn(1, 20, 64), torch.tensor([4])
+    positions = torch.arange(20 + num_slots)[None]
+    expected = theirs(position_ids=positions, noise_embedding=noise, target_hidden=features)
+    hidden = ours(noise, features, position_ids=positions).last_hidden_state
+    assert_near(hidden, expected)
+
+    candidates, _, _ = theirs.propose(expected[:, 1:], anchor, head, temperature=0.0)
+    chosen = []
+    for place in range(num_slots - 1):
+        previous = chosen[-1] if chosen else anchor
+        scores = ours.candidate_selector.score(head(hidden[:, 1 + place]), hidden[:, 1 + place], previous)
+        chosen.append(scores.argmax(-1))
+    assert torch.equal(torch.stack(chosen, dim=1), candidates)
 
 
 # speculators

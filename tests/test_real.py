@@ -41,13 +41,13 @@ def test_float32_output_is_plain_output_in_fewer_forwards(smollm2, smollm2_draft
 def test_draft_logits_equal_a_stateless_recompute(smollm2, smollm2_draft, monkeypatch):
     target, tokenizer = smollm2
     rounds = []
-    original = DFlashCandidateGenerator._draft
+    original = DFlashCandidateGenerator._logits
 
-    def draft(self, anchor, k):
-        rounds.append(original(self, anchor, k)[0])
+    def draft_logits(self, hidden):
+        rounds.append(original(self, hidden)[0])
         return rounds[-1][None]
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "_draft", draft)
+    monkeypatch.setattr(DFlashCandidateGenerator, "_logits", draft_logits)
     prompt = inputs(tokenizer, QUESTIONS[0])
     out = target.generate(
         **prompt, do_sample=False, max_new_tokens=24, assistant_model=smollm2_draft, return_dict_in_generate=True

@@ -132,7 +132,7 @@ def test_a_broken_verification_is_seen(pair, monkeypatch, fault):
     target, draft = pair
     if fault == "wrong-q":
         generator = candidate_generator.DFlashCandidateGenerator
-        monkeypatch.setattr(generator, "_choose", greedy_law_as_sampled(generator._choose))
+        monkeypatch.setattr(generator, "_choose_at_once", greedy_law_as_sampled(generator._choose_at_once))
     else:
         monkeypatch.setattr("transformers_dflash.verification.residual", no_residual)
         monkeypatch.setattr(decoding, "residual", no_residual)

@@ -66,7 +66,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
         options = draft.generation_config
         self.do_sample = bool(generation_config.do_sample) and options.do_sample is not False
         self.logits_processor = for_draft(logits_processor, options.temperature if self.do_sample else None)
-        self.processes_rows = all_row_wise(self.logits_processor)
         self.max_candidates = self.config.num_candidates
         if options.num_assistant_tokens is not None:
             self.max_candidates = min(self.max_candidates, options.num_assistant_tokens)
@@ -141,13 +140,18 @@ class DFlashCandidateGenerator(CandidateGenerator):
         k = k if max_candidates is None else min(k, max_candidates)
         if k <= 0:
             return input_ids, None
-        logits = self._draft(input_ids[:, -1:], k).to(input_ids.device)  # (1, k, V)
-        if self.processes_rows and len(self.logits_processor) == 0 and not self.do_sample:
+        hidden = self._draft(input_ids[:, -1:], k)  # (1, k, H)
+        logits = self._logits(hidden).to(input_ids.device)  # (1, k, V)
+        if self.config.selector_rank is not None:
+            return self._choose_one_by_one(input_ids, logits[0].float(), hidden[0])
+        if len(self.logits_processor) == 0 and not self.do_sample:
             return torch.cat([input_ids, logits.argmax(-1)], dim=1), None
-        return self._choose(input_ids, logits[0].float())
+        if all_row_wise(self.logits_processor):
+            return self._choose_at_once(input_ids, logits[0].float())
+        return self._choose_one_by_one(input_ids, logits[0].float())
 
     def _draft(self, anchor: torch.Tensor, k: int) -> torch.Tensor:
-        """Logits `(1, k, V)` of the `k` tokens after the anchor; the pending features become context."""
+        """Hidden states `(1, k, H)` of the `k` tokens after the anchor; the pending features become context."""
         draft, config = self.draft, self.config
         num_slots = k if config.sample_from_anchor else k + 1
         block = torch.full((1, num_slots), config.mask_token_id, dtype=torch.long, device=anchor.device)
@@ -162,7 +166,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             cache=self.cache,
         ).last_hidden_state[:, -k:]  # (1, k, H)
         self.features = self.features[:, :0]
-        return self._logits(hidden)
+        return hidden
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`(1, k, H) -> (1, k, V)`: the draft's own head if it has one, else the target's with all that follows it."""
@@ -175,20 +179,29 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return target.scale_logits(logits)
         return soft_cap(logits * (config.output_multiplier or 1.0), config.final_logit_softcapping)
 
-    def _choose(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Process the logits `(k, V)` and choose a candidate at each place, greedily or by their law."""
-        if self.processes_rows:
-            scores = process_rows(self.logits_processor, input_ids[:, -1:], logits)
-            tokens = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
-            ids = torch.cat([input_ids, tokens.T], dim=1)
-        else:  # each place's prefix holds the candidates before it
-            ids, rows = input_ids, []
-            for row in logits:
-                rows.append(self.logits_processor(ids, row[None]))
-                token = torch.multinomial(rows[-1].softmax(-1), 1) if self.do_sample else rows[-1].argmax(-1)[None]
-                ids = torch.cat([ids, token], dim=1)
-            scores = torch.cat(rows)
-        return ids, scores[None] if self.do_sample else None
+    def _choose_at_once(
+        self, input_ids: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Choose all candidates from logits `(k, V)`, where no place depends on the token before it."""
+        scores = process_rows(self.logits_processor, input_ids[:, -1:], logits)
+        tokens = self._pick(scores)  # (k, 1)
+        return torch.cat([input_ids, tokens.T], dim=1), scores[None] if self.do_sample else None
+
+    def _choose_one_by_one(
+        self, input_ids: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Choose candidates from left to right, each place seeing the tokens before it; with a selector's `hidden`."""
+        ids, rows = input_ids, []
+        for place, row in enumerate(logits[:, None]):  # (1, V)
+            if hidden is not None:
+                row = self.draft.candidate_selector.score(row, hidden[place : place + 1], ids[:, -1])
+            rows.append(self.logits_processor(ids, row) if len(self.logits_processor) else row)
+            ids = torch.cat([ids, self._pick(rows[-1])], dim=1)
+        return ids, torch.cat(rows)[None] if self.do_sample else None
+
+    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
+        """One token per row of `(rows, V)`, drawn or the best: `(rows, 1)`."""
+        return torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: a block costs one pass whatever its length."""

@@ -89,6 +89,12 @@ class DFlashDraftConfig(PreTrainedConfig):
         output_multiplier (`float`, *optional*), final_logit_softcapping (`float`, *optional*): applied to the draft's
             logits in place of what the target does to its own.
 
+    Parameters that control the parts of DFlash 2, each pair given or absent together:
+        conv_kernel_size, conv_group_size (`int`, *optional*): convolutions inside the block around every sublayer:
+            slots that one output sees, and channels that share a dynamic kernel.
+        selector_rank, selector_top_k (`int`, *optional*): the candidate selector: rank of its codebooks, and tokens
+            that it scores in a slot.
+
     Parameters that control the pairing:
         target_name_or_path, target_revision (`str`, *optional*): the target that the draft was made for.
 
@@ -138,6 +144,11 @@ class DFlashDraftConfig(PreTrainedConfig):
     output_multiplier: float | int | None = None
     final_logit_softcapping: float | int | None = None
 
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+
     target_name_or_path: str | None = None
     target_revision: str | None = None
 
@@ -170,6 +181,10 @@ class DFlashDraftConfig(PreTrainedConfig):
             "head_dim",
             "target_hidden_size",
             "draft_vocab_size",
+            "conv_kernel_size",
+            "conv_group_size",
+            "selector_rank",
+            "selector_top_k",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -210,6 +225,19 @@ class DFlashDraftConfig(PreTrainedConfig):
                 "layer_types has sliding layers, so sliding_window must be a positive integer; got "
                 f"{self.sliding_window}"
             )
+        for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                missing = one if getattr(self, one) is None else other
+                raise ValueError(f"{one} and {other} come together: `{missing}` is missing")
+        if self.conv_group_size is not None and self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of conv_group_size {self.conv_group_size}"
+            )
+        if self.selector_rank is not None:
+            if self.vocab_size is None or self.draft_vocab_size is not None:
+                raise ValueError("a candidate selector needs `vocab_size`, and no `draft_vocab_size`")
+            if self.selector_top_k > self.vocab_size:
+                raise ValueError(f"selector_top_k {self.selector_top_k} exceeds vocab_size {self.vocab_size}")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act {self.hidden_act!r} is no activation that Transformers knows")
         rope_type, theta = (self.rope_parameters.get(name) for name in ("rope_type", "rope_theta"))

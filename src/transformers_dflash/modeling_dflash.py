@@ -9,6 +9,7 @@ This file and the flat siblings that it imports are all that a pushed draft need
 """
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,6 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from .cache import ContextCache
 from .configuration_dflash import DFlashDraftConfig
+from .modeling_dflash2 import CandidateSelector, GroupedDynamicCausalConv
 
 # Weight names of other layouts that differ from ours, as regular expressions.
 WEIGHT_RENAMES = {r"^encoder\.fc\.": "fc.", r"^encoder\.output_norm_enc\.": "hidden_norm."}
@@ -202,10 +205,20 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.conv_kernel_size is not None:
+            sizes = (config.hidden_size, config.conv_kernel_size, config.conv_group_size)
+            self.attention_conv = GroupedDynamicCausalConv(*sizes)
+            self.mlp_conv = GroupedDynamicCausalConv(*sizes)
+        self.has_convs = config.conv_kernel_size is not None
 
     def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, **kwargs) -> torch.Tensor:
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), context, **kwargs)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        attend = partial(self.self_attn, context=context, **kwargs)
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + (
+            self.attention_conv.around(attend, normed) if self.has_convs else attend(normed)
+        )
+        normed = self.post_attention_layernorm(hidden_states)
+        return hidden_states + (self.mlp_conv.around(self.mlp, normed) if self.has_convs else self.mlp(normed))
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -218,6 +231,18 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, GroupedDynamicCausalConv):  # the identity
+            identity = torch.zeros_like(module.base_kernel)
+            identity[:, 0] = 1
+            init.copy_(module.base_kernel, identity)
+            init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, CandidateSelector):
+            for codebook in (module.predecessor_codebook, module.successor_codebook):
+                init.normal_(codebook, std=self.config.initializer_range)
 
 
 class DFlashDraftModel(DFlashPreTrainedModel):
@@ -245,6 +270,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        if config.selector_rank is not None:
+            self.candidate_selector = CandidateSelector(
+                config.vocab_size, config.hidden_size, config.selector_rank, config.selector_top_k
+            )
         self.generation_config = GenerationConfig()
         self.post_init()
 

@@ -28,6 +28,18 @@ COMMON_FIELDS = (
     "transformers_version",
     "vocab_size",
 )
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def require_dflash2_fields(fields: dict[str, Any]) -> None:
+    """Refuse a DFlash 2 draft without the sizes of its parts.
+
+    Raises:
+        ValueError: naming the missing field.
+    """
+    for name in DFLASH2_FIELDS:
+        if fields.get(name) is None:
+            raise ValueError(f"the DFlash 2 draft's config.json lacks `{name}`: add the value it was trained with")
 
 
 def common_fields(source: dict[str, Any]) -> dict[str, Any]:
@@ -62,4 +74,4 @@ def rope_parameters(source: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-__all__ = ["common_fields", "rope_parameters"]
+__all__ = ["DFLASH2_FIELDS", "common_fields", "require_dflash2_fields", "rope_parameters"]

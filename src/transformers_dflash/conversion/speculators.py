@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from .fields import common_fields
+from .fields import DFLASH2_FIELDS, common_fields, require_dflash2_fields
 
 
 def matches(config_dict: Any) -> bool:
@@ -22,11 +22,9 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a field is missing or asks for what is not supported.
     """
-    if config_dict["speculators_model_type"] != "dflash":
-        raise ValueError(
-            f"this is a {config_dict['speculators_model_type']} draft (convolutions and a candidate selector), which "
-            "is not supported yet"
-        )
+    algorithm = config_dict["speculators_model_type"]
+    if algorithm not in ("dflash", "dflash2"):
+        raise ValueError(f"this is a {algorithm} draft, which is not supported: dflash and dflash2 are")
     nested = dict(config_dict.get("transformer_layer_config") or {})
     if not nested:
         raise ValueError(
@@ -52,7 +50,11 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     fields["mask_token_id"] = config_dict.get("mask_token_id")
     fields["target_hidden_size"] = config_dict.get("target_hidden_size")
     fields["sample_from_anchor"] = bool(config_dict.get("sample_from_anchor", False))
-    fields["causal_layer_types"] = [] if config_dict.get("sliding_window_non_causal") else ["sliding_attention"]
+    non_causal = config_dict.get("sliding_window_non_causal", algorithm == "dflash2")
+    fields["causal_layer_types"] = [] if non_causal else ["sliding_attention"]
+    if algorithm == "dflash2":
+        fields |= {name: config_dict.get(name) for name in DFLASH2_FIELDS}
+        require_dflash2_fields(fields)
     draft_vocab_size = config_dict.get("draft_vocab_size")
     if draft_vocab_size is not None and draft_vocab_size != layer["vocab_size"]:
         fields["draft_vocab_size"] = draft_vocab_size

@@ -8,7 +8,7 @@ causal inside the block and a full one is not, unless `is_causal` or `dflash_con
 
 from typing import Any
 
-from .fields import common_fields
+from .fields import DFLASH2_FIELDS, common_fields, require_dflash2_fields
 
 # What the class that z-lab's code reads its configs with, Qwen3Config, takes for an absent field.
 QWEN3_DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "max_window_layers": 28}
@@ -34,10 +34,6 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     def value(name: str) -> Any:
         return nested[name] if nested.get(name) is not None else source.get(name)
 
-    if any("dflash2" in name.lower() for name in source.get("architectures") or ()) or value("selector_rank"):
-        raise ValueError(
-            "this is a DFlash 2 draft (convolutions and a candidate selector), which is not supported yet"
-        )
     if value("is_neox_style") is False:
         raise ValueError("the draft's config.json has `is_neox_style: false`: interleaved rope is not supported")
     sizes = [place["block_size"] for place in (source, nested) if place.get("block_size") is not None]
@@ -57,9 +53,12 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
         "input_embedding_scale",
         "output_multiplier",
         "final_logit_softcapping",
+        *DFLASH2_FIELDS,
     ):
         if value(name) is not None:
             fields[name] = value(name)
+    if any("dflash2" in name.lower() for name in source.get("architectures") or ()):
+        require_dflash2_fields(fields)
     return fields | _layer_fields(source, nested)
 
 

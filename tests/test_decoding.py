@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import count_forwards, expected_forwards, oracle
 
+from transformers_dflash.target import decoder_layers
+
 NEW_TOKENS = 4 * WINDOW  # far past every sliding window
 
 
@@ -32,15 +34,16 @@ def stateless_draft_logits(target, draft, ids, k):
         layer.register_forward_hook(
             lambda _m, _i, out, n=n: states.update({n: out[0] if isinstance(out, tuple) else out})
         )
-        for n, layer in enumerate(target.model.layers)
+        for n, layer in enumerate(decoder_layers(target))
     ]
     target(ids, use_cache=False)
     for hook in hooks:
         hook.remove()
     features = torch.cat([states[tap] for tap in draft.config.target_layer_ids], dim=-1)[:, :-1]  # all but the anchor
     block = torch.tensor([[int(ids[0, -1])] + [draft.config.mask_token_id] * k])
-    hidden = draft(target.model.embed_tokens(block), features).last_hidden_state[:, 1:]
+    hidden = draft(target.get_input_embeddings()(block), features).last_hidden_state[:, 1:]
     logits = target.lm_head(hidden)
+    logits = logits / getattr(target.config, "logits_scaling", 1.0)
     cap = getattr(target.config, "final_logit_softcapping", None)
     return (logits if cap is None else torch.tanh(logits / cap) * cap)[0]
 

@@ -13,11 +13,7 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
 )
 from transformers.generation import GenerationMixin
 
@@ -97,7 +93,7 @@ def test_transformers_own_path_drafts_what_ours_drafts(target):
 
 REFUSALS = {
     "beam search": ({"num_beams": 3}, r"greedy search and sampling.*num_beams=3"),
-    "several return sequences": ({"num_return_sequences": 2, "do_sample": True}, r"num_return_sequences"),
+    "several return sequences": ({"num_return_sequences": 2, "do_sample": True}, r"got 2 .*num_return_sequences"),
     "no cache": ({"use_cache": False}, r"needs the target's cache"),
     "synced gpus": ({"synced_gpus": True}, r"synced_gpus=True"),
     "ensemble weight": ({"assistant_ensemble_weight": 0.5, "do_sample": True}, r"assistant_ensemble_weight"),
@@ -129,26 +125,11 @@ def test_encoder_decoder_targets_are_refused(draft):
         greedy(target, prompt(7), draft)
 
 
-def test_recurrent_and_hybrid_targets_are_refused_by_name(draft):
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, state_size=4))
-    with pytest.raises(ValueError, match="Mamba"):
-        greedy(mamba, prompt(7), draft)
-    hybrid = Qwen3_5ForCausalLM(
-        Qwen3_5TextConfig(
-            **COMMON | {"attn_implementation": "sdpa"},
-            layer_types=["linear_attention", "full_attention"] * 2,
-            linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-        )
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM"):
-        greedy(hybrid, prompt(7), draft)
-
-
 def test_caches_that_cannot_roll_back_are_refused_by_name(target, draft):
     class Unknown(DynamicCache):
         is_croppable = False
 
-    with pytest.raises(ValueError, match="cannot be removed.*Unknown"):
+    with pytest.raises(ValueError, match="Unknown says that it cannot be cropped"):
         greedy(target, prompt(7), draft, **{CACHE: Unknown(config=target.config)})
 
 

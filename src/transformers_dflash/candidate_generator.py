@@ -95,19 +95,24 @@ class DFlashCandidateGenerator(CandidateGenerator):
         with self.taps.recording():
             yield
 
-    def commit_prompt(self, kept: torch.Tensor | None, num_tokens: int) -> None:
+    def commit_prompt(self, kept: torch.Tensor | None, num_cached: int | None) -> int:
         """Take over the features of the prefill.
 
         Args:
             kept: bool `(n,)` over all that the target's cache holds, False where there is padding; None keeps all.
-            num_tokens: tokens in the target's cache less padding, so that positions are right where a part of them was
-                cached before and has no features here.
+            num_cached: n, the tokens in the target's cache. It decides positions, since a part of them may have been
+                cached before and have no features here. None where the cache cannot tell: those of the prefill.
+
+        Returns:
+            n.
         """
         new = self.taps.take()  # (1, rows, taps * H)
+        num_cached = new.shape[1] if num_cached is None else num_cached
         if kept is not None:
             new = new[:, kept[-new.shape[1] :].to(new.device)]
         self._append(new)
-        self.next_position = num_tokens
+        self.next_position = num_cached if kept is None else int(kept.sum())
+        return num_cached
 
     def commit(self, num_tokens: int) -> None:
         """Take over the features of the first `num_tokens` rows of a block: the anchor's and accepted candidates'."""

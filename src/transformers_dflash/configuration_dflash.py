@@ -320,11 +320,16 @@ class DFlashDraftConfig(PreTrainedConfig):
             **overrides: any field of this config.
         """
         text = target_config.get_text_config(decoder=True)
-        same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        same = (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        )
         fields = {name: getattr(text, name) for name in same if name not in overrides}
         fields |= {
             "head_dim": getattr(text, "head_dim", None),  # not every family has the field
-            "max_position_embeddings": text.max_position_embeddings,
             "num_target_layers": text.num_hidden_layers,
             "vocab_size": text.vocab_size,
             "bos_token_id": text.bos_token_id,

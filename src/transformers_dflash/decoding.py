@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
@@ -22,6 +22,7 @@ from .candidate_generator import DFlashCandidateGenerator, DraftContext
 from .modeling_dflash import DFlashDraftModel
 from .outputs import DFlashGenerateOutput, Record, SpeculationStatistics
 from .processors import all_row_wise, process_rows
+from .rollback import Rollback
 from .target import checked_cache
 from .verification import acceptance_probability, match_greedily, residual, sample_speculatively
 
@@ -176,7 +177,7 @@ def refuse_what_cannot_be_served(
             "synced_gpus=True (FSDP, DeepSpeed ZeRO-3) needs equal steps on every rank, which a DFlash draft does not "
             "give: drop assistant_model"
         )
-    cache = checked_cache(cache)
+    cache = checked_cache(cache, model)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if config.output_attentions and len(cache.layers) not in (0, num_layers):
         raise ValueError(
@@ -197,13 +198,11 @@ def refuse_what_cannot_be_served(
     return cache
 
 
-def _longest_draft(
-    generator: DFlashCandidateGenerator, cache: Cache, cached_length: int, is_compileable: bool
-) -> int | None:
+def _longest_draft(generator: DFlashCandidateGenerator, cache: Cache, cached_length: int) -> int | None:
     """How many candidates fit the target's cache and positions when its cache holds `cached_length` tokens."""
-    bounds = []
-    if is_compileable:  # static: the anchor and the candidates must fit
-        bounds.append(min(layer.get_max_length() for layer in cache.layers) - cached_length - 1)
+    # Of a static cache the anchor and the candidates must fit; a sliding layer of it never fills up.
+    static = [layer for layer in cache.layers if isinstance(layer, StaticLayer) and layer.is_croppable]
+    bounds = [layer.max_cache_len - cached_length - 1 for layer in static]
     if (last := generator.target.last_exact_position(cached_length)) is not None:
         bounds.append(last - cached_length)
     return min(bounds, default=None)
@@ -249,10 +248,8 @@ def dflash_decoding(
         kept = _kept_columns(model_kwargs.get("attention_mask"))
         with generator.observing():
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        cached_length = int(cache.get_seq_length())
-        is_static = cache.is_compileable
-        cache.activate_past_recording()  # after the prefill, so that sliding layers never hold the whole prompt
-        generator.commit_prompt(kept, cached_length if kept is None else int(kept.sum()))
+        rollback = Rollback(cache)
+        cached_length = generator.commit_prompt(kept, _cached_tokens(cache))
         logits = outputs.logits[0, -1:].to(input_ids.device, copy=True)  # (1, V)
         record.add_prefill(outputs)
         input_ids, _ = verifier.commit(input_ids, 0, None, logits)
@@ -264,12 +261,13 @@ def dflash_decoding(
             clock = time.perf_counter()
             length = input_ids.shape[1]
             block_ids, draft_logits = generator.get_candidates(
-                input_ids, max_candidates=_longest_draft(generator, cache, cached_length, is_static)
+                input_ids, max_candidates=_longest_draft(generator, cache, cached_length)
             )
             k = block_ids.shape[1] - length
             q = None if draft_logits is None else draft_logits[0].softmax(-1)
             drafted = time.perf_counter()
 
+            rollback.before_block()
             with generator.observing():
                 outputs = model(**_block_inputs(model, block_ids, k, model_kwargs), return_dict=True)
             logits = outputs.logits[0, -(k + 1) :].to(input_ids.device)  # (k + 1, V)
@@ -278,18 +276,17 @@ def dflash_decoding(
             committed = input_ids.shape[1] - length
             record.add_block(outputs, k + 1, committed, cache)
             generator.commit(committed)
-            cache.crop(committed - (k + 1))  # 0 trims sliding layers
+            if rollback.after_block(k + 1, committed):
+                ids = input_ids[:, : length + committed - 1]
+                model(**_block_inputs(model, ids, committed - 1, model_kwargs), return_dict=True)
             cached_length += committed
             model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=committed)
             del outputs
             statistics.add_round(k, committed, accepted)
             statistics.drafting_seconds += drafted - clock
             statistics.verifying_seconds += time.perf_counter() - drafted
+        rollback.close()
         _keep_context(cache, assistant_model, generator.context(cached_length))
-
-    for layer in cache.layers:  # as plain generate leaves it
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.record_past = False
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
@@ -321,6 +318,11 @@ def _block_inputs(
     return inputs
 
 
+def _cached_tokens(cache: Cache) -> int | None:
+    """How many tokens a cache holds; None for one of recurrent layers alone, which do not count them."""
+    return None if cache.layers and all(cache.is_linear) else int(cache.get_seq_length())
+
+
 def _kept_columns(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     """bool `(n,)`, False where the prompt has padding; None where it has none."""
     if attention_mask is None or bool((attention_mask == 1).all()):
@@ -337,7 +339,7 @@ def _take_context(cache: Cache, draft: DFlashDraftModel) -> DraftContext | None:
     if kept is None:
         return None
     draft_reference, context = kept
-    return context if draft_reference() is draft and context.target_length == int(cache.get_seq_length()) else None
+    return context if draft_reference() is draft and context.target_length == _cached_tokens(cache) else None
 
 
 def _keep_context(cache: Cache, draft: DFlashDraftModel, context: DraftContext) -> None:

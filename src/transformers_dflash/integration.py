@@ -78,7 +78,9 @@ def _validate_generation_mode(original):
             )
         ours = ("assistant_model", "assistant_tokenizer")
         others = {name: value for name, value in generation_mode_kwargs.items() if name not in ours}
-        return original(self, generation_mode, generation_config, others)
+        # Checked as the mode without an assistant: as assisted generation, recurrent targets would be refused.
+        mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+        return original(self, mode, generation_config, others)
 
     return validate
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
@@ -126,7 +126,7 @@ class Record:
 
 def _attention_of_row(weights: torch.Tensor, row: int, num_rows: int, layer: Any) -> torch.Tensor:
     """The attention `(b, heads, 1, keys)` that a single step would have returned for one row of a block."""
-    if layer.is_compileable:  # a static cache returns its whole length at every step
+    if isinstance(layer, StaticLayer):  # a static cache returns its whole length at every step
         return weights[:, :, row : row + 1]
     end = weights.shape[-1] - num_rows + row + 1
     start = max(0, end - layer.sliding_window) if layer.is_sliding else 0

@@ -14,10 +14,26 @@ from functools import partial
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from .configuration_dflash import DFlashDraftConfig
 from .modeling_dflash import DFlashDraftModel
+
+# Recurrent and hybrid families whose forward over several tokens on a cached state equals single steps, by test. That
+# of Mamba 1 (mamba, falcon_mamba, jamba) starts from an empty state, and recurrent_gemma keeps its state in the model.
+EXACT_RECURRENT_FAMILIES = {
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba2",
+}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -141,8 +157,12 @@ def soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     return logits if not cap else torch.tanh(logits / cap) * cap
 
 
-def checked_cache(cache: Cache | None) -> Cache:
-    """The target's cache; one from which rejected candidates cannot be removed is refused before any work.
+def checked_cache(cache: Cache | None, model: PreTrainedModel) -> Cache:
+    """The target's cache; one that cannot be rolled back is refused before any work.
+
+    Args:
+        cache: as `generate` prepared it.
+        model: the target.
 
     Raises:
         ValueError: naming the culprit and the mend.
@@ -154,12 +174,17 @@ def checked_cache(cache: Cache | None) -> Cache:
         )
     if not isinstance(cache, Cache):
         raise ValueError(f"a DFlash draft needs a transformers Cache on the target, got {type(cache).__name__}")
-    if not cache.is_croppable:
-        culprits = [type(layer).__name__ for layer in cache.layers if not layer.is_croppable]
-        culprit = culprits[0] if culprits else type(cache).__name__
-        why = "recurrent states cannot be rolled back yet" if "Linear" in culprit else "use the dynamic cache"
+    if not cache.is_croppable and all(layer.is_croppable for layer in cache.layers):
         raise ValueError(
-            f"rejected candidates cannot be removed from the target's {type(cache).__name__} of {culprit}: {why}"
+            f"{type(cache).__name__} says that it cannot be cropped, so rejected candidates would stay in it: use the "
+            "dynamic cache"
+        )
+    family = model.config.get_text_config(decoder=True).model_type
+    recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    if (recurrent or model._is_stateful) and family not in EXACT_RECURRENT_FAMILIES:
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers that are not known to take several tokens on top of a "
+            f"cached state ({family}), so its output could differ: drop assistant_model"
         )
     return cache
 

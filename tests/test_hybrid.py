@@ -1,0 +1,235 @@
+"""Targets with recurrent layers: rejected candidates leave no trace, and families that are not exact are refused."""
+
+import pytest
+import torch
+from conftest import CACHE, COMMON, VOCAB, make_draft, prompt
+from oracle import oracle
+from test_decoding import stateless_draft_logits
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
+
+from transformers_dflash.target import EXACT_RECURRENT_FAMILIES, decoder_layers
+
+NEW_TOKENS = 30
+PLAIN = {name: value for name, value in COMMON.items() if name != "head_dim"}
+BARE = {name: COMMON[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")}
+BARE |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+MIXED = ["linear_attention", "full_attention"] * 2
+DELTA = {
+    "layer_types": MIXED,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+SSM = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+EXACT = {
+    "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**COMMON, **DELTA, **EXPERTS)),
+    "qwen3_5_text": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **DELTA)),
+    "qwen3_5_moe_text": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**COMMON, **DELTA, **EXPERTS)),
+    "olmo_hybrid": lambda: OlmoHybridForCausalLM(OlmoHybridConfig(**PLAIN, **DELTA)),
+    "mamba2": lambda: Mamba2ForCausalLM(
+        Mamba2Config(**BARE, state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_size=16)
+    ),
+    "bamba": lambda: BambaForCausalLM(BambaConfig(**PLAIN, **SSM, attn_layer_indices=[1, 3])),
+    "falcon_h1": lambda: FalconH1ForCausalLM(FalconH1Config(**COMMON, **SSM, mamba_d_ssm=64)),
+    "granitemoehybrid": lambda: GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **PLAIN,
+            **SSM,
+            layer_types=["mamba", "attention"] * 2,
+            num_local_experts=0,
+            shared_intermediate_size=32,
+            logits_scaling=2.0,
+        )
+    ),
+    "nemotron_h": lambda: NemotronHForCausalLM(
+        NemotronHConfig(
+            **{name: value for name, value in COMMON.items() if name != "num_hidden_layers"},
+            layers_block_type=["mamba", "attention", "mamba", "moe"],
+            n_groups=2,
+            mamba_num_heads=8,
+            mamba_head_dim=8,
+            ssm_state_size=8,
+            chunk_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            moe_shared_expert_intermediate_size=16,
+        )
+    ),
+    "zamba2": lambda: Zamba2ForCausalLM(
+        Zamba2Config(
+            **PLAIN,
+            layers_block_type=["mamba", "hybrid"] * 2,
+            mamba_d_state=8,
+            mamba_ngroups=2,
+            n_mamba_heads=8,
+            chunk_size=16,
+            adapter_rank=4,
+            num_mem_blocks=1,
+        )
+    ),
+    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**PLAIN, layer_types=["conv", "full_attention"] * 2)),
+}
+INEXACT = {
+    "mamba": lambda: MambaForCausalLM(MambaConfig(**BARE, state_size=4)),
+    "jamba": lambda: JambaForCausalLM(
+        JambaConfig(
+            **PLAIN,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            num_experts=4,
+            mamba_d_state=4,
+            mamba_dt_rank=4,
+            use_mamba_kernels=False,
+        )
+    ),
+    "recurrent_gemma": lambda: RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(
+            **COMMON, block_types=["recurrent", "attention"] * 2, attention_window_size=12, lru_width=32
+        )
+    ),
+}
+# Before Transformers 5.24 models of recurrent layers alone keep their state under a name of their own: refused.
+SERVED = [name for name in EXACT if CACHE == "cache" or name != "mamba2"]
+# A draft is a small Qwen3 whatever its target is.
+SHAPE = {
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> dict:
+    return {}
+
+
+def target_of(made, family):
+    if family not in made:
+        torch.manual_seed(0)
+        made[family] = EXACT[family]().eval()
+    return made[family]
+
+
+def greedy(target, ids, draft=None, **options):
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None} | options
+    return target.generate(ids, assistant_model=draft, **options)
+
+
+def test_every_family_that_is_let_in_is_tested():
+    assert set(EXACT) == EXACT_RECURRENT_FAMILIES
+
+
+@pytest.mark.parametrize("num_right", range(6))
+@pytest.mark.parametrize("name", SERVED)
+def test_oracle_candidates_give_plain_output(made, name, num_right):
+    target = target_of(made, name)
+    draft, ids = make_draft(target, **SHAPE), prompt(9)
+    answer = greedy(target, ids)
+    with oracle(torch.cat([answer, answer], dim=1), num_right, VOCAB):
+        assert torch.equal(greedy(target, ids, draft), answer)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_draft_logits_of_every_round_equal_a_stateless_recompute(made, name):
+    target = target_of(made, name)
+    draft, ids = make_draft(target, **SHAPE), prompt(9)
+    answer = greedy(target, ids)
+    with torch.no_grad(), oracle(torch.cat([answer, answer], dim=1), 2, VOCAB) as rounds:
+        greedy(target, ids, draft)
+        for drafted in rounds:
+            expected = stateless_draft_logits(target, draft, drafted["input_ids"], len(drafted["logits"]))
+            torch.testing.assert_close(drafted["logits"], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_states_after_generate_are_those_of_plain_generate(made, name):
+    """The whole cache that is handed back, not only the tokens."""
+    target = target_of(made, name)
+    draft, ids = make_draft(target, **SHAPE), prompt(9)
+    caches = []
+    answer = greedy(target, ids)
+    for assistant in (None, draft):
+        cache = DynamicCache(config=target.config)
+        with oracle(torch.cat([answer, answer], dim=1), 2, VOCAB):
+            greedy(target, ids, assistant, **{CACHE: cache})
+        caches.append(cache)
+    for plain, drafted in zip(caches[0].layers, caches[1].layers, strict=True):
+        for attribute in ("keys", "values"):
+            if getattr(plain, attribute, None) is not None:
+                torch.testing.assert_close(
+                    getattr(drafted, attribute), getattr(plain, attribute), atol=1e-5, rtol=1e-4
+                )
+        for states in ("conv_states", "recurrent_states"):
+            for i, state in getattr(plain, states, {}).items():
+                if state is not None:
+                    torch.testing.assert_close(getattr(drafted, states)[i], state, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "zamba2"])
+def test_padding_with_an_attention_mask(made, name):
+    target = target_of(made, name)
+    draft = make_draft(target, **SHAPE)
+    ids = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt(9)], dim=1)
+    mask = (torch.arange(13) >= 4).long()[None]
+    answer = greedy(target, ids, attention_mask=mask)
+    with oracle(torch.cat([answer, answer], dim=1), 2, VOCAB):
+        assert torch.equal(greedy(target, ids, draft, attention_mask=mask), answer)
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_families_that_are_not_exact_are_refused(name):
+    torch.manual_seed(0)
+    target = INEXACT[name]().eval()
+    draft = make_draft(target, **SHAPE)
+    with pytest.raises(ValueError, match=rf"recurrent layers .*\({name}\)|needs the target's cache"):
+        greedy(target, prompt(9), draft)
+
+
+def test_taps_of_a_model_that_names_its_parts_otherwise(made):
+    assert len(decoder_layers(target_of(made, "mamba2"))) == 4

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 import transformers_dflash  # noqa: F401  registers the draft's class and teaches generate about it
 
@@ -24,18 +24,13 @@ target = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, 
 draft = AutoModel.from_pretrained(DRAFT, dtype=torch.bfloat16)
 
 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-cache, chat = DynamicCache(config=target.config), []
+chat = []
 with suppress(EOFError, KeyboardInterrupt):
     while question := input("> ").strip():
         chat.append({"role": "user", "content": question})
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         output = target.generate(
-            **inputs,
-            assistant_model=draft,
-            past_key_values=cache,
-            max_new_tokens=256,
-            streamer=streamer,
-            return_dict_in_generate=True,
+            **inputs, assistant_model=draft, max_new_tokens=256, streamer=streamer, return_dict_in_generate=True
         )
         answer = output.sequences[0, inputs["input_ids"].shape[1] :]
         chat.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})

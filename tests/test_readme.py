@@ -1,70 +1,70 @@
-"""The README's snippets run: its models' names stand for SmolLM2 and its draft, saved to folders."""
+"""What the README shows runs: its models' names stand for SmolLM2 and its draft, saved to folders."""
 
-import copy
+import functools
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 from conftest import REAL_DRAFT, REPO
-from transformers import AutoModelForCausalLM
+from test_cli import ENVIRONMENT, PROGRAM, save_target
 
 README = (REPO / "README.md").read_text()
 TARGET_ID, DRAFT_ID = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
-
-pytestmark = pytest.mark.real
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
+COMMANDS = re.findall(r"^.*transformers-dflash generate.*$", "\n".join(blocks("bash")), flags=re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
-def with_local_names(smollm2, tmp_path_factory):
-    """Replaces the names of a snippet's models by local folders."""
-    model, tokenizer = smollm2
+def with_local_names(loaded_smollm2, tmp_path_factory):
+    """Replaces the names of a snippet's models by local folders, and 512 new tokens by fewer."""
     folder = tmp_path_factory.mktemp("target")
-    config = copy.deepcopy(model.config)
-    vars(config).pop("quantization_config", None)  # of the GGUF file: the model itself holds plain weights
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return lambda text: text.replace(DRAFT_ID, str(REAL_DRAFT)).replace(TARGET_ID, str(folder))
+    save_target(loaded_smollm2, folder)
+    replaced = {DRAFT_ID: str(REAL_DRAFT), TARGET_ID: str(folder), "max_new_tokens=512": "max_new_tokens=48"}
+    return lambda text: functools.reduce(lambda text, names: text.replace(*names), replaced.items(), text)
 
 
+@pytest.mark.real
 def test_python_snippets_run_one_after_the_other(with_local_names, capsys):
     snippets = blocks("python")
     assert len(snippets) >= 8
     assert TARGET_ID in snippets[0]
     assert DRAFT_ID in snippets[0]
     names: dict = {}
-    for number, snippet in enumerate(snippets):
-        exec(compile(with_local_names(snippet), f"README.md, python block {number + 1}", "exec"), names)
-    printed = capsys.readouterr().out
-    assert "candidates accepted in" in printed
+    for number, snippet in enumerate(snippets, 1):
+        exec(compile(with_local_names(snippet), f"README.md, python block {number}", "exec"), names)
+    assert "candidates accepted in" in capsys.readouterr().out
+    assert names["speculation"].acceptance_length > 1
     assert names["config"].context_injection == "layer_aligned"
 
 
-def commands() -> list[str]:
-    return [line for block in blocks("bash") for line in block.splitlines() if "transformers-dflash generate" in line]
-
-
-@pytest.mark.parametrize("command", commands(), ids=lambda command: f"{len(shlex.split(command))} words")
+@pytest.mark.real
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{len(shlex.split(command))}-words")
 def test_commands_run(command, with_local_names):
-    program = Path(sys.executable).with_name("transformers-dflash")
-    line = with_local_names(command).replace("transformers-dflash generate", f"{program} generate", 1)
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+    line = with_local_names(command).replace("transformers-dflash generate", f"{PROGRAM} generate", 1)
+    pipes = {"capture_output": True, "stdin": subprocess.DEVNULL, "env": ENVIRONMENT}
+    done = subprocess.run(line, shell=True, text=True, timeout=300, **pipes)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-def test_commands_are_found():
-    assert len(commands()) >= 2
+@pytest.mark.real
+def test_the_quickstart_chats():
+    command = [sys.executable, str(REPO / "examples" / "quickstart.py")]
+    chat = "What is 2 plus 3?\nAnd 1 more?\n\n"
+    done = subprocess.run(command, input=chat, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" a round]") == 2
+
+
+def test_every_command_is_found():
+    assert len(COMMANDS) == README.count("transformers-dflash generate")
 
 
 def test_make_targets_exist():

@@ -116,9 +116,9 @@ class Verifier:
     ) -> Iterator[tuple[int, bool, torch.Tensor]]:
         """Yield each committed token, whether it is a candidate, and its processed scores `(V,)`."""
         candidates = input_ids[0, length:]  # (k,)
-        scores = process_rows(self.processors, input_ids[:, :1], logits.float()) if len(self.processors) else logits
+        scores = process_rows(self.processors, input_ids[:, :1], logits.float())
         if self.do_sample:
-            accepted, following = sample_speculatively(candidates, scores.float().softmax(-1), q)
+            accepted, following = sample_speculatively(candidates, scores.softmax(-1), q)
         else:
             choices = scores.argmax(-1)  # (k + 1,)
             accepted = match_greedily(candidates, choices)

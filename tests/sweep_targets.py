@@ -1,0 +1,215 @@
+"""Try a draft on every causal language model class of the installed Transformers, tiny and random, one process each.
+
+For each class a small random model is made, plain greedy output is taken as the truth, and drafted output is compared
+with it for candidates of which 0, 2 and 5 are right a round, well past the sliding window; then the draft's own logits
+are compared with a recompute that keeps no state. The outcome is one line a class:
+
+    exact     the same tokens, and the same draft logits
+    refused   before any work, with the reason
+    wrong     anything else: a fault to be mended
+    not made  no small model could be made here (the class needs parts that its config alone does not give)
+
+    python tests/sweep_targets.py [--only NAME ...] [--write docs/targets.md]
+
+It takes several minutes, and is no part of the test suite; `test_hybrid.py` and `test_decoding.py` hold a sample.
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from conftest import VOCAB, WINDOW, make_draft, prompt
+from oracle import oracle
+from test_decoding import stateless_draft_logits
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+NEW_TOKENS = 3 * WINDOW
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "d_model": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "n_inner": 48,
+    "num_hidden_layers": 4,
+    "num_layers": 4,
+    "n_layer": 4,
+    "n_layers": 4,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+    "init_std": 0.2,
+    "sliding_window": WINDOW,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 16,
+    "moe_num_experts": 4,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 12,
+    "v_head_dim": 8,
+    "rotary_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "mamba_d_ssm": 64,
+    "mamba_dt_rank": 4,
+    "chunk_size": 16,
+    "state_size": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "word_embed_proj_dim": 32,
+    "use_mamba_kernels": False,
+    "attention_window_size": WINDOW,
+    "lru_width": 32,
+}
+DRAFT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+}
+
+
+def small_config(config_class):
+    """A config of a class with all its known sizes made small."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    values = {name: value for name, value in SMALL.items() if name in names}
+    if "layer_types" in names:  # the class's own pattern, for four layers
+        values["layer_types"] = None
+    return config_class(**values)
+
+
+def small_model(name: str):
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = small_config(model_class.config_class)
+    config._attn_implementation = "eager"
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.isfinite().all():
+                parameter.normal_()
+    return model
+
+
+def outcome(name: str) -> tuple[str, str]:
+    """What a draft does on one class: a word of the list above, and why."""
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    ids = prompt(9)
+    try:
+        target = small_model(name)
+        answer = target.generate(ids, **options)
+        if answer.shape[1] != 9 + NEW_TOKENS:
+            return "not made", f"plain generate gives {answer.shape[1] - 9} tokens"
+        draft = make_draft(target, **DRAFT | {"vocab_size": VOCAB})
+    except Exception as error:
+        return "not made", f"{type(error).__name__}: {error}"
+    padded = torch.cat([answer, answer], dim=1)
+    for num_right in (0, 2, 5):
+        try:
+            with torch.no_grad(), oracle(padded, num_right, VOCAB) as rounds:
+                drafted = target.generate(ids, assistant_model=draft, **options)
+        except ValueError as error:
+            return "refused", str(error)
+        except Exception as error:
+            return "wrong", f"{type(error).__name__}: {error}"
+        if not torch.equal(drafted, answer):
+            return "wrong", f"other tokens with {num_right} right candidates a round"
+    try:
+        with torch.no_grad():
+            for each in rounds:
+                expected = stateless_draft_logits(target, draft, each["input_ids"], len(each["logits"]))
+                gap = (each["logits"] - expected).abs().max()
+                if gap > 1e-3:
+                    return "wrong", f"draft logits off by {gap:.1e}"
+    except Exception as error:
+        return "wrong", f"recompute: {type(error).__name__}: {error}"
+    return "exact", f"{len(set(answer[0, 9:].tolist()))} distinct tokens"
+
+
+def report(name: str, queue) -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    queue.put(outcome(name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--write", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    fork = multiprocessing.get_context("fork")  # so that Transformers is imported once
+    names = arguments.only or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    rows = []
+    for name in names:
+        queue, start = fork.Queue(), time.perf_counter()
+        process = fork.Process(target=report, args=(name, queue))
+        process.start()
+        try:
+            word, why = queue.get(timeout=90)
+        except Exception:
+            word, why = "not made", "took longer than 90 s, or crashed"
+        process.kill()
+        process.join()
+        why = " ".join(why.split())[:160]
+        rows.append((name, word, why))
+        sys.stdout.write(f"{word:9} {name:44} {time.perf_counter() - start:5.1f} s  {why}\n")
+        sys.stdout.flush()
+    counts = {word: sum(row[1] == word for row in rows) for word in ("exact", "refused", "wrong", "not made")}
+    sys.stdout.write(f"{counts}\n")
+    if arguments.write:
+        lines = [
+            "# Targets",
+            "",
+            f"Every causal language model class of Transformers {transformers.__version__}, as `python "
+            "tests/sweep_targets.py --write docs/targets.md` finds it: a tiny random model of each, greedy output with",
+            "candidates of which some are right, compared with plain `generate`, and the draft's logits with a recompute.",
+            "",
+            "| class | outcome | |",
+            "|---|---|---|",
+        ]
+        lines += [f"| {name} | {word} | {why.replace('|', '/') if word != 'exact' else ''} |" for name, word, why in rows]
+        arguments.write.write_text("\n".join(lines) + "\n")
+    sys.exit(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    main()

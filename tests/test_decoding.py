@@ -42,10 +42,16 @@ def stateless_draft_logits(target, draft, ids, k):
     features = torch.cat([states[tap] for tap in draft.config.target_layer_ids], dim=-1)[:, :-1]  # all but the anchor
     block = torch.tensor([[int(ids[0, -1])] + [draft.config.mask_token_id] * k])
     hidden = draft(target.get_input_embeddings()(block), features).last_hidden_state[:, 1:]
-    logits = target.lm_head(hidden)
-    logits = logits / getattr(target.config, "logits_scaling", 1.0)
-    cap = getattr(target.config, "final_logit_softcapping", None)
-    return (logits if cap is None else torch.tanh(logits / cap) * cap)[0]
+    return target_logits(target, hidden)[0]
+
+
+def target_logits(target, hidden):
+    """What a target makes of final hidden states `(1, k, H)`: its own forward, with its head's input replaced."""
+    hook = target.get_output_embeddings().register_forward_pre_hook(lambda _module, _inputs: (hidden,))
+    try:
+        return target(torch.zeros(hidden.shape[:2], dtype=torch.long), use_cache=False).logits
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize("injection", ["fused", "layer_aligned"])

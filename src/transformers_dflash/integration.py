@@ -113,6 +113,8 @@ def _config_from_pretrained(original):
 
 def _holds_foreign_draft(name: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a folder or Hub id holds a draft in another system's layout; several of them say `model_type: qwen3`."""
+    if kwargs.get("gguf_file") is not None:  # no draft layout, and reading it twice takes seconds
+        return False
     try:
         config_dict, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
     except (OSError, ValueError):  # AutoConfig says what is wrong with it

@@ -101,9 +101,16 @@ def main() -> None:
         taus.append(seen.acceptance_length)
         return output.sequences
 
+    def cut(ids):
+        draft.generation_config.assistant_confidence_threshold = 0.05
+        output = target.generate(ids, assistant_model=draft, **options)
+        draft.generation_config.assistant_confidence_threshold = None
+        return output
+
     methods: dict[str, Callable] = {
         "plain generate": lambda ids: target.generate(ids, **options),
         "transformers-dflash": ours,
+        "transformers-dflash, assistant_confidence_threshold=0.05": cut,
         'Transformers, speculation_type="dflash"': lambda ids: target.generate(
             ids, assistant_model=draft, speculation_type="dflash", **options
         ),

@@ -112,7 +112,9 @@ def test_one_token_has_no_speed_and_json_stays_valid(real):
 def test_it_ends_quietly_when_its_reader_leaves(real, leave, code, last_words):
     command = [PROGRAM, "generate", *real, "--prompt", QUESTION]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job ignores it, and so would its children
     with subprocess.Popen(command, env=ENVIRONMENT, bufsize=0, **pipes) as process:
+        signal.signal(signal.SIGINT, before)
         assert process.stdout.read(1)  # it answers
         if leave == "close":
             process.stdout.close()

@@ -92,6 +92,22 @@ def test_num_assistant_tokens_of_the_draft_caps_a_round(target):
     assert torch.equal(out.sequences, plain(target, ids))
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 1.1])
+def test_a_confidence_threshold_cuts_the_block(target, draft, threshold):
+    ids, answer = prompt(7), plain(target, prompt(7))
+    draft.generation_config.assistant_confidence_threshold = threshold
+    with oracle(answer, 0, VOCAB):  # counts what is drafted, before the oracle speaks
+        out = plain(target, ids, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, answer)
+    whole = sum(min(draft.config.num_candidates, NEW_TOKENS - 2 - n) for n in range(NEW_TOKENS - 1))
+    if threshold == 0:
+        assert out.speculation.drafted == whole
+    elif threshold > 1:
+        assert out.speculation.drafted == 0
+    else:
+        assert 0 < out.speculation.drafted < whole
+
+
 def test_a_draft_that_predicts_from_the_anchor_gives_block_size_candidates(target):
     draft, ids = make_draft(target, sample_from_anchor=True), prompt(7)
     out = plain(target, ids, assistant_model=draft, return_dict_in_generate=True)

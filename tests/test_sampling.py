@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_dflash import DFlashDraftConfig, DFlashDraftModel, candidate_generator, decoding
 
-VOCAB, LENGTH, DRAWS = 5, 4, 1500
+VOCAB, LENGTH, DRAWS = 5, 4, 1200
 PROMPT = torch.tensor([[1, 2]])
 
 
@@ -84,6 +84,7 @@ CASES = {
     "plain": ({"top_k": 0}, {}, temperature(1.0)),
     "temperature": ({"top_k": 0, "temperature": 0.5}, {}, temperature(0.5)),
     "draft-temperature": ({"top_k": 0}, {"temperature": 2.0}, temperature(1.0)),
+    "confidence-threshold": ({"top_k": 0}, {"assistant_confidence_threshold": 0.5}, temperature(1.0)),
     "greedy-draft": ({"top_k": 0}, {"do_sample": False}, temperature(1.0)),
     "top-k": ({"top_k": 2}, {}, top_2),
     "repetition-penalty": ({"top_k": 0, "repetition_penalty": 1.8}, {}, repetition(1.8)),
@@ -137,7 +138,7 @@ def test_a_broken_verification_is_seen(pair, monkeypatch, fault):
         monkeypatch.setattr("transformers_dflash.verification.residual", no_residual)
         monkeypatch.setattr(decoding, "residual", no_residual)
     counts = sampled_counts(target, draft, top_k=0)
-    assert p_value(counts, enumerated_law(target, temperature(1.0))) < 1e-6
+    assert p_value(counts, enumerated_law(target, temperature(1.0))) < 1e-3
 
 
 def test_a_seed_gives_the_same_sample_again(pair):

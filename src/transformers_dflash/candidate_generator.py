@@ -69,6 +69,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.max_candidates = self.config.num_candidates
         if options.num_assistant_tokens is not None:
             self.max_candidates = min(self.max_candidates, options.num_assistant_tokens)
+        self.confidence_threshold = options.assistant_confidence_threshold
         self.max_length = generation_config.max_length
         self.own_logit_scale = self.config.output_multiplier or self.config.final_logit_softcapping
 
@@ -149,10 +150,17 @@ class DFlashCandidateGenerator(CandidateGenerator):
         # float32 as in plain generate: besides, argmax over half precision takes twice as long on a CPU.
         logits = self._logits(hidden)[0].to(input_ids.device, torch.float32)  # (k, V)
         if self.config.selector_rank is not None:
-            return self._choose_one_by_one(input_ids, logits, hidden[0])
-        if all_row_wise(self.logits_processor):
-            return self._choose_at_once(input_ids, logits)
-        return self._choose_one_by_one(input_ids, logits)
+            ids, scores = self._choose_one_by_one(input_ids, logits, hidden[0])
+        elif all_row_wise(self.logits_processor):
+            ids, scores = self._choose_at_once(input_ids, logits)
+        else:
+            ids, scores = self._choose_one_by_one(input_ids, logits)
+        if self.confidence_threshold is not None:
+            # The confidence of the law, not of the token drawn from it: a choice by the token would bend the output.
+            confidence = scores.softmax(-1).amax(-1)  # (k,)
+            kept = int((confidence.cumprod(0) >= self.confidence_threshold).sum())
+            ids, scores = ids[:, : input_ids.shape[1] + kept], scores[:kept]
+        return ids, scores[None] if self.do_sample else None
 
     def _draft(self, anchor: torch.Tensor, k: int) -> torch.Tensor:
         """Hidden states `(1, k, H)` of the `k` tokens after the anchor; the pending features become context."""
@@ -183,17 +191,19 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return target.scale_logits(logits)
         return soft_cap(logits * (config.output_multiplier or 1.0), config.final_logit_softcapping)
 
-    def _choose_at_once(
-        self, input_ids: torch.Tensor, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Choose all candidates from logits `(k, V)`, where no place depends on the token before it."""
+    def _choose_at_once(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose all candidates from logits `(k, V)`, where no place depends on the token before it.
+
+        Returns:
+            The ids with the candidates `(1, n + k)`, and the processed logits `(k, V)`.
+        """
         scores = process_rows(self.logits_processor, input_ids[:, -1:], logits)
         tokens = self._pick(scores)  # (k, 1)
-        return torch.cat([input_ids, tokens.T], dim=1), scores[None] if self.do_sample else None
+        return torch.cat([input_ids, tokens.T], dim=1), scores
 
     def _choose_one_by_one(
         self, input_ids: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose candidates from left to right, each place seeing the tokens before it; with a selector's `hidden`."""
         ids, rows = input_ids, []
         for place, row in enumerate(logits[:, None]):  # (1, V)
@@ -201,7 +211,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 row = self.draft.candidate_selector.score(row, hidden[place : place + 1], ids[:, -1])
             rows.append(self.logits_processor(ids, row) if len(self.logits_processor) else row)
             ids = torch.cat([ids, self._pick(rows[-1])], dim=1)
-        return ids, torch.cat(rows)[None] if self.do_sample else None
+        return ids, torch.cat(rows)
 
     def _pick(self, scores: torch.Tensor) -> torch.Tensor:
         """One token per row of `(rows, V)`, drawn or the best: `(rows, 1)`."""

@@ -248,8 +248,9 @@ class DFlashPreTrainedModel(PreTrainedModel):
 class DFlashDraftModel(DFlashPreTrainedModel):
     """The draft: block embeddings and target features in, hidden states of the block's slots out.
 
-    `generation_config` holds how it drafts: `num_assistant_tokens` caps the candidates of a round, `do_sample` and
-    `temperature` set how candidates are drawn where they should differ from the target's.
+    `generation_config` holds how it drafts: `num_assistant_tokens` caps the candidates of a round,
+    `assistant_confidence_threshold` cuts a block where the product of the draft's confidences falls under it, and
+    `do_sample` and `temperature` set how candidates are drawn where that should differ from the target's way.
 
     Args:
         config: a `DFlashDraftConfig`.

@@ -32,7 +32,7 @@ def stateless_draft_logits(target, draft, ids, k):
     states = {}
     hooks = [
         layer.register_forward_hook(
-            lambda _m, _i, out, n=n: states.update({n: out[0] if isinstance(out, tuple) else out})
+            lambda _m, _i, out, n=n: states.update({n: out[0] if isinstance(out, tuple | list) else out})
         )
         for n, layer in enumerate(decoder_layers(target))
     ]

@@ -34,8 +34,8 @@ EXACT_RECURRENT_FAMILIES = {
     "qwen3_next",
     "zamba2",
 }
-# Attention families whose forward over several tokens on a cache does not equal single steps (ProphetNet's raises).
-INEXACT_FAMILIES = {"moshi", "prophetnet"}
+# Attention families whose forward over several tokens on a cache does not equal single steps, or that keep no cache.
+INEXACT_FAMILIES = {"moshi", "openai-gpt", "prophetnet"}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -211,14 +211,18 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
             self.mlp_conv = GroupedDynamicCausalConv(*sizes)
         self.has_convs = config.conv_kernel_size is not None
 
-    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, **kwargs) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, context: torch.Tensor, num_blocks: int = 1, **kwargs
+    ) -> torch.Tensor:
         attend = partial(self.self_attn, context=context, **kwargs)
         normed = self.input_layernorm(hidden_states)
         hidden_states = hidden_states + (
-            self.attention_conv.around(attend, normed) if self.has_convs else attend(normed)
+            self.attention_conv.around(attend, normed, num_blocks) if self.has_convs else attend(normed)
         )
         normed = self.post_attention_layernorm(hidden_states)
-        return hidden_states + (self.mlp_conv.around(self.mlp, normed) if self.has_convs else self.mlp(normed))
+        return hidden_states + (
+            self.mlp_conv.around(self.mlp, normed, num_blocks) if self.has_convs else self.mlp(normed)
+        )
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
@@ -286,6 +290,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         attention_mask: torch.Tensor | dict | None = None,
         cache: Any | None = None,
         past_key_values: Any | None = None,
+        num_blocks: int = 1,
         **kwargs,
     ) -> BaseModelOutput:
         """One drafting pass, by the contract of Transformers' own DFlash candidate generator.
@@ -299,6 +304,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             attention_mask: `(b, context + B)`, zero where a key is padding; or a mask made for the attention
                 implementation, one for all layers or a dict by layer type.
             cache: a `ContextCache`, or Transformers' `DFlashCache`; `past_key_values` is its older name.
+            num_blocks: `noise_embeds` holds so many blocks of equal size, as in training, whose mask is given.
 
         Returns:
             `last_hidden_state` `(b, B, H)`, normed: ready for the target's head.
@@ -320,6 +326,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 context,
+                num_blocks,
                 position_embeddings=(cos[:, None], sin[:, None]),
                 masks=masks,
                 cache=cache,

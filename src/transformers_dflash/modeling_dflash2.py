@@ -29,22 +29,22 @@ class GroupedDynamicCausalConv(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, kernel_size, hidden_size))
         self.kernel_projection = nn.Linear(hidden_size, 2 * kernel_size * self.num_groups, bias=False)
 
-    def around(self, sublayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Convolve `hidden_states (b, B, H)`, apply the sublayer, convolve what it gives: `(b, B, H)`."""
+    def around(self, sublayer, hidden_states: torch.Tensor, num_blocks: int = 1) -> torch.Tensor:
+        """Convolve each block of `hidden_states (b, N·B, H)`, apply the sublayer, convolve what it gives."""
         deltas = self.kernel_projection(hidden_states)
-        deltas = deltas.view(*hidden_states.shape[:-1], 2, self.kernel_size, self.num_groups)  # (b, B, 2, k, groups)
-        before = self._convolve(hidden_states, self.base_kernel[0], deltas[:, :, 0])
+        deltas = deltas.view(-1, hidden_states.shape[1] // num_blocks, 2, self.kernel_size, self.num_groups)
+        before = self._convolve(hidden_states, self.base_kernel[0], deltas[:, :, 0])  # deltas (b·N, B, 2, k, groups)
         return self._convolve(sublayer(before), self.base_kernel[1], deltas[:, :, 1])
 
     def _convolve(self, hidden_states: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-        """One convolution of `(b, B, H)` with a base kernel `(k, H)` and deltas `(b, B, k, groups)`."""
-        grouped = hidden_states.unflatten(-1, (self.num_groups, -1))  # (b, B, groups, group_size)
+        """One convolution of `(b, N·B, H)` with a base kernel `(k, H)` and deltas `(b·N, B, k, groups)`."""
+        grouped = hidden_states.reshape(*deltas.shape[:2], self.num_groups, -1)  # (b·N, B, groups, group_size)
         base = base.to(hidden_states.dtype).unflatten(-1, (self.num_groups, -1))  # (k, groups, group_size)
         out = (base[0] + deltas[:, :, 0, :, None]) * grouped
         for t in range(1, self.kernel_size):
             earlier = F.pad(grouped[:, :-t], (0, 0, 0, 0, t, 0))  # zeros before the first slot
             out = out + (base[t] + deltas[:, :, t, :, None]) * earlier
-        return out.flatten(-2)
+        return out.reshape(hidden_states.shape)
 
 
 class CandidateSelector(nn.Module):

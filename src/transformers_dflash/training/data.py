@@ -1,0 +1,137 @@
+"""Documents to train on: token ids, and which of them the target wrote.
+
+A row of a file is one of
+
+- `{"messages": [...]}`: a chat, rendered by the target's chat template; every assistant turn is a response;
+- `{"prompt": ..., "response": ...}`: the prompt as text (wrapped into a chat) or as token ids, the response likewise.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Document:
+    """Token ids, and True where the target wrote them."""
+
+    ids: list[int]
+    response_mask: list[bool]
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(self.response_mask)
+
+
+def read_rows(source: str | Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL or parquet file, or of the train split of a data set on the Hub.
+
+    Raises:
+        ValueError: a line is no JSON object; it names the line.
+        FileNotFoundError: there is no such file, and `source` is no Hub id.
+    """
+    path = Path(source)
+    if path.suffix in (".jsonl", ".json"):
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"{path}, line {number} is no JSON ({error}): one object a line is expected"
+                    ) from None
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}, line {number} holds a {type(row).__name__} where an object belongs")
+                yield row
+        return
+    from datasets import load_dataset  # seconds to import, and only needed here
+
+    if path.suffix == ".parquet":
+        yield from load_dataset("parquet", data_files=str(path), split="train")
+    else:
+        yield from load_dataset(str(source), split="train")
+
+
+def encode(row: dict[str, Any], tokenizer: Any, **template_options) -> Document:
+    """One row as a document.
+
+    Args:
+        row: see the head of this file.
+        tokenizer: the target's.
+        **template_options: for the chat template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: the row has no response, or is of none of the known forms; or the tokenizer has no chat template
+            where one is needed.
+    """
+    if "messages" in row:
+        return _encode_chat(row["messages"], tokenizer, template_options)
+    if "prompt" not in row or not row.get("response"):
+        raise ValueError(
+            f"a row needs `messages`, or `prompt` and a `response` that is not empty; it has {sorted(row)}"
+        )
+    prompt, response = row["prompt"], row["response"]
+    if isinstance(prompt, str):
+        prompt = chat_ids([{"role": "user", "content": prompt}], tokenizer, **template_options)
+    if isinstance(response, str):
+        response = tokenizer(response, add_special_tokens=False)["input_ids"]
+    return Document(ids=[*prompt, *response], response_mask=[False] * len(prompt) + [True] * len(response))
+
+
+def chat_ids(messages: Sequence[dict[str, Any]], tokenizer: Any, prompt: bool = True, **template_options) -> list[int]:
+    """Token ids of a chat; with the opening of the next answer if it is a `prompt`.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the target's tokenizer has no chat template: give rows with `prompt` and `response` as token ids, or set "
+            "tokenizer.chat_template"
+        )
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **template_options)[
+        "input_ids"
+    ]
+
+
+def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_options: dict[str, Any]) -> Document:
+    """A chat; its response tokens are found by rendering it turn by turn.
+
+    Raises:
+        ValueError: it has no assistant turn, or the template renders a turn differently once another follows.
+    """
+    ids = chat_ids(messages, tokenizer, prompt=False, **template_options)
+    mask = [False] * len(ids)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start = chat_ids(messages[:turn], tokenizer, prompt=True, **template_options)
+        end = chat_ids(messages[: turn + 1], tokenizer, prompt=False, **template_options)
+        if ids[: len(start)] != start or ids[: len(end)] != end:
+            raise ValueError(
+                f"the chat template does not render turn {turn + 1} as a prefix of the whole chat, so that its tokens "
+                "cannot be told apart: split the chat into rows that end with an answer"
+            )
+        mask[len(start) : len(end)] = [True] * (len(end) - len(start))
+    if not any(mask):
+        raise ValueError("a chat without an assistant turn holds nothing to learn: let the target answer it first")
+    return Document(ids=ids, response_mask=mask)
+
+
+def fit(document: Document, max_length: int) -> Document:
+    """A document cut to its first `max_length` tokens."""
+    return Document(document.ids[:max_length], document.response_mask[:max_length])
+
+
+def masks(document: Document) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and response mask as tensors `(n,)`."""
+    return torch.tensor(document.ids), torch.tensor(document.response_mask)
+
+
+__all__ = ["Document", "chat_ids", "encode", "fit", "masks", "read_rows"]

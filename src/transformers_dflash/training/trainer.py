@@ -1,0 +1,348 @@
+"""`DFlashTrainer`: Transformers' `Trainer` for drafts, with a frozen target beside the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from ..modeling_dflash import DFlashDraftModel
+from ..outputs import SpeculationStatistics
+from ..target import Target
+from .blocks import ATTENTION, IGNORED, Blocks, block_labels, pad_anchors, possible_anchors, sample_anchors
+from .data import Document
+from .features import FeatureStore, TargetFeatures
+from .objective import LOSSES, Objective, default_gamma
+
+_FINAL = -1  # the tap that stands for the target's last hidden states
+_TOLERATED_STEPS = 10  # in a row, without finite gradients
+
+
+@dataclass
+class DFlashTrainingArguments(TrainingArguments):
+    """`TrainingArguments`, and what is particular to drafts.
+
+    Args:
+        anchors_per_document: blocks of one document in one epoch, at random places; drawn anew in every epoch.
+        loss_type: `"ce"` (to the token that the target wrote), `"kl"` (to the target's law) or `"dpace"`.
+        decay_gamma: γ of the decay over a block's places, for `"ce"` and `"kl"`; by the block size where not given.
+        dpace_alpha: smoothing of `"dpace"`.
+        selector_loss_weight: what the selector of a DFlash 2 draft counts.
+        eval_prompts: prompts of the evaluation set that are answered with the draft in each evaluation, for the
+            acceptance length; 0 for none.
+        eval_new_tokens: the most tokens of such an answer.
+    """
+
+    anchors_per_document: int = field(default=512, metadata={"help": "blocks of one document in one epoch"})
+    loss_type: str = field(default="ce", metadata={"help": "ce, kl or dpace"})
+    decay_gamma: float | None = field(default=None, metadata={"help": "decay over a block's places"})
+    dpace_alpha: float = field(default=0.5, metadata={"help": "smoothing of D-PACE"})
+    selector_loss_weight: float = field(default=1.0, metadata={"help": "weight of the selector's loss (DFlash 2)"})
+    eval_prompts: int = field(default=8, metadata={"help": "prompts answered in each evaluation"})
+    eval_new_tokens: int = field(default=128, metadata={"help": "the most tokens of such an answer"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.remove_unused_columns = False  # the batches are not the model's arguments
+        self.label_names = ["labels"]
+        if self.loss_type not in LOSSES:
+            raise ValueError(f"loss_type is one of {', '.join(LOSSES)}; got {self.loss_type!r}")
+        if self.anchors_per_document < 1:
+            raise ValueError(f"anchors_per_document must be at least 1, got {self.anchors_per_document}")
+
+
+class BlockDataset(Dataset):
+    """Documents with the anchors of one epoch.
+
+    The anchors depend on the seed, the epoch and the document alone, so that a run that was cut goes on as it would
+    have.
+
+    Args:
+        documents: what the target wrote.
+        anchors_per_document: at most so many; None for all that are possible, in every epoch the same.
+        num_candidates: places of one block.
+        seed: of the anchors.
+        features: stored states of the same documents, in this order.
+        layer_ids: which of the stored taps are wanted.
+
+    Raises:
+        ValueError: a document has no possible anchor.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        anchors_per_document: int | None,
+        num_candidates: int,
+        seed: int = 0,
+        features: FeatureStore | None = None,
+        layer_ids: Sequence[int] = (),
+    ):
+        self.documents = documents
+        self.anchors_per_document = anchors_per_document
+        self.num_candidates = num_candidates
+        self.seed = seed
+        self.features = features
+        self.layer_ids = layer_ids
+        self.epoch = 0
+        if not documents:
+            raise ValueError("there is no document to train on")
+        for number, document in enumerate(documents):
+            if not len(possible_anchors(torch.tensor(document.response_mask))):
+                raise ValueError(
+                    f"document {number} has no response of two tokens, so that no block can start in it: leave it out"
+                )
+        if features is not None and len(features) != len(documents):
+            raise ValueError(f"{features.folder} holds {len(features)} documents, there are {len(documents)}")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate's data loader."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        document = self.documents[index]
+        ids, mask = torch.tensor(document.ids), torch.tensor(document.response_mask)
+        if self.anchors_per_document is None:
+            anchors = possible_anchors(mask)
+        else:
+            generator = torch.Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**63)
+            anchors = sample_anchors(mask, self.anchors_per_document, generator)
+        item = {"input_ids": ids, "anchors": anchors, "labels": block_labels(ids, mask, anchors, self.num_candidates)}
+        if self.features is not None:
+            item["features"] = self.features.select(self.features[index], self.layer_ids)
+        return item
+
+
+def collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Documents of unequal length as one batch, padded on the right: `input_ids (b, n)`, `attention_mask (b, n)`,
+    `anchors (b, N)`, `labels (b, N, K)` and, if they are stored, `features (b, n, taps, H)`."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = [item["input_ids"] for item in items]
+    batch = {
+        "input_ids": pad(ids, batch_first=True),
+        "attention_mask": pad([torch.ones_like(one) for one in ids], batch_first=True),
+        "anchors": pad_anchors([item["anchors"] for item in items]),
+        "labels": pad([item["labels"] for item in items], batch_first=True, padding_value=IGNORED),
+    }
+    if "features" in items[0]:
+        batch["features"] = pad([item["features"] for item in items], batch_first=True)
+    return batch
+
+
+class DFlashTrainer(Trainer):
+    """Trains a draft on what its target wrote (arXiv 2602.06036).
+
+    The target is frozen and is no part of the model: checkpoints hold the draft alone. Evaluation measures, beside the
+    loss and how often each place is right, the acceptance length of real answers: `eval_acceptance_length`, fit for
+    `metric_for_best_model`, since accuracy under teacher forcing is known not to foretell it.
+
+    Args:
+        model: the draft, or a `PeftModel` of one. Its weights are trained in float32.
+        target: the target.
+        args: `DFlashTrainingArguments`.
+        train_documents, eval_documents: what the target wrote.
+        train_features: stored states of `train_documents`; without them the target runs in every step.
+        **kwargs: of `Trainer`, such as `callbacks` and `optimizers`.
+
+    Raises:
+        ValueError: the draft cannot belong to the target, its mask token stands in the documents, or a document
+            holds nothing to learn.
+    """
+
+    def __init__(
+        self,
+        model: DFlashDraftModel,
+        target: PreTrainedModel,
+        args: DFlashTrainingArguments,
+        train_documents: Sequence[Document] | None = None,
+        eval_documents: Sequence[Document] | None = None,
+        train_features: FeatureStore | None = None,
+        **kwargs,
+    ):
+        config = model.config
+        self.target = Target(target)
+        self.target.check(model)
+        target.requires_grad_(False).eval()
+        gamma = default_gamma(config.block_size) if args.decay_gamma is None else args.decay_gamma
+        self.objective = Objective(args.loss_type, gamma, args.dpace_alpha, args.selector_loss_weight)
+        self.layer_ids = [*config.target_layer_ids, *([_FINAL] if self.objective.needs_teacher else [])]
+        self.target_features = TargetFeatures(target, self.layer_ids)
+        for documents in (train_documents, eval_documents):
+            refuse_mask_token(documents or (), config.mask_token_id)
+
+        model.float()  # masters: an update is far smaller than what bfloat16 can tell apart
+        if config._attn_implementation != "flex_attention":
+            model.set_attn_implementation(ATTENTION)
+        datasets: dict[str, Any] = {}
+        if train_documents is not None:
+            datasets["train_dataset"] = BlockDataset(
+                train_documents,
+                args.anchors_per_document,
+                config.num_candidates,
+                args.seed,
+                train_features,
+                self.layer_ids,
+            )
+        if eval_documents is not None:
+            datasets["eval_dataset"] = BlockDataset(eval_documents, None, config.num_candidates)
+        super().__init__(model=model, args=args, data_collator=collate, **datasets, **kwargs)
+        target.to(self.args.device)
+        self.model_accepts_loss_kwargs = True  # losses are divided by the blocks of the whole step, not of a batch
+        self.add_callback(_SkipNonFiniteSteps())
+        self._places: dict[str, torch.Tensor] | None = None
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The batches of one step, and how many blocks they hold over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        blocks = sum((batch["anchors"] >= 0).sum() for batch in batches)
+        if batches and self.args.world_size > 1:
+            blocks = self.accelerator.gather(blocks.to(device)).sum()
+        return batches, blocks
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Mean loss of a block, over all blocks of the step; see `objective` for what a block's loss is."""
+        config = self.accelerator.unwrap_model(model).config
+        labels, anchors = inputs["labels"], inputs["anchors"]
+        states = inputs.get("features")
+        if states is None:
+            states = self.target_features(inputs["input_ids"], inputs["attention_mask"])  # (b, n, taps, H)
+        num_taps = len(config.target_layer_ids)
+        blocks = Blocks.at(anchors, inputs["input_ids"], config)
+        embeds = self.target.embed(blocks.ids, config.input_embedding_scale)
+        weights = next(model.parameters())
+        hidden = model(
+            noise_embeds=embeds.to(weights.device, torch.float32),
+            context_hidden_states=states[:, :, :num_taps].flatten(2).to(weights.device, torch.float32),
+            position_ids=blocks.position_ids,
+            attention_mask=blocks.layout,
+            num_blocks=anchors.shape[1],
+        ).last_hidden_state  # (b, N·B, H)
+
+        hidden = hidden.unflatten(1, (-1, config.block_size))[:, :, -config.num_candidates :]  # (b, N, K, H)
+        previous = torch.cat([blocks.ids.unflatten(1, (-1, config.block_size))[:, :, :1], labels[:, :, :-1]], dim=2)
+        real = anchors >= 0  # (b, N)
+        total, counts, right = self.objective(
+            self.accelerator.unwrap_model(model),
+            self.target,
+            hidden[real],
+            labels[real],
+            previous[real].clamp(min=0),
+            _teacher_states(states[:, :, num_taps], anchors, config.num_candidates)[real]
+            if self.objective.needs_teacher
+            else None,
+        )
+        self._count_places(counts, right)
+        loss = total / (real.sum() if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # their gradients are averaged
+        return (loss, {}) if return_outputs else loss
+
+    def _count_places(self, counts: torch.Tensor, right: torch.Tensor) -> None:
+        new = {"counts": counts.detach(), "right": right.detach()}
+        self._places = new if self._places is None else {name: self._places[name] + new[name] for name in new}
+
+    def _take_accuracies(self) -> dict[str, float]:
+        """Share of labels that were the first choice at each place, since the last call, over all processes."""
+        if self._places is None:
+            return {}
+        counts, right = (self.accelerator.gather(self._places[name][None]).sum(0) for name in ("counts", "right"))
+        self._places = None
+        return {f"accuracy_{place + 1}": right[place].item() / n for place, n in enumerate(counts.tolist()) if n}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self._take_accuracies()
+        super().log(logs, start_time)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        """As `Trainer.evaluate`, with the accuracy of each place and the acceptance length of real answers."""
+        training_places, self._places = self._places, None
+        self.model.eval()
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        more = {f"{metric_key_prefix}_{name}": value for name, value in self._take_accuracies().items()}
+        self._places = training_places
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.args.eval_prompts:
+            length = self.acceptance_length(dataset.documents[: self.args.eval_prompts])
+            more[f"{metric_key_prefix}_acceptance_length"] = length
+        self.log(more)
+        return metrics | more
+
+    @torch.no_grad()
+    def acceptance_length(self, documents: Sequence[Document]) -> float:
+        """τ over greedy answers to the prompts of documents: committed tokens per round of `generate`."""
+        model = self.accelerator.unwrap_model(self.model)
+        draft = model.get_base_model() if not isinstance(model, DFlashDraftModel) else model
+        target = self.target.model
+        options = GenerationConfig(
+            max_new_tokens=self.args.eval_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            eos_token_id=target.generation_config.eos_token_id,
+            pad_token_id=target.generation_config.pad_token_id,
+        )
+        statistics: list[SpeculationStatistics] = []
+        for document in documents:
+            prompt = torch.tensor([document.ids[: document.response_mask.index(True)]], device=target.device)
+            output = target.generate(
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=options, assistant_model=draft
+            )
+            statistics.append(output.speculation)
+        rounds = sum(one.rounds for one in statistics)
+        return sum(sum(one.acceptance_lengths) for one in statistics) / rounds if rounds else float("nan")
+
+
+def _teacher_states(last: torch.Tensor, anchors: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """The target's last states `(b, N, K, H)` that predict each place, from those of documents `(b, n, H)`."""
+    places = anchors.clamp(min=0)[:, :, None] + torch.arange(num_candidates, device=anchors.device)  # (b, N, K)
+    places = places.clamp(max=last.shape[1] - 1).flatten(1)
+    rows = torch.arange(len(last), device=anchors.device)[:, None]
+    return last[rows, places].unflatten(1, (-1, num_candidates))
+
+
+def refuse_mask_token(documents: Sequence[Document], mask_token_id: int) -> None:
+    """Refuse documents that hold the mask token: a draft could not tell it from "not yet known".
+
+    Raises:
+        ValueError: naming the first such document.
+    """
+    for number, document in enumerate(documents):
+        if mask_token_id in document.ids:
+            raise ValueError(
+                f"document {number} holds the draft's mask_token_id {mask_token_id} as a real token: choose an id "
+                "that no text uses (a reserved or unused row of the target's embedding)"
+            )
+
+
+class _SkipNonFiniteSteps(TrainerCallback):
+    """Leaves out an update whose gradients are not finite, and gives up after several in a row."""
+
+    def __init__(self):
+        self.skipped = 0
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norms = torch.stack([gradient.norm() for gradient in gradients]) if gradients else torch.zeros(1)
+        if norms.isfinite().all():
+            self.skipped = 0
+            return
+        self.skipped += 1
+        if self.skipped == _TOLERATED_STEPS:
+            raise FloatingPointError(
+                f"the gradients of {_TOLERATED_STEPS} steps in a row, up to step {state.global_step}, are not finite: "
+                "lower the learning rate, or look for documents with odd tokens"
+            )
+        optimizer.zero_grad(set_to_none=True)
+
+
+__all__ = ["BlockDataset", "DFlashTrainer", "DFlashTrainingArguments", "collate", "refuse_mask_token"]

@@ -2,8 +2,8 @@
 
 Place j of a block counts only if all places before it were right, so the places are weighted: by a fixed decay
 exp(-j / γ) (DFlash, arXiv 2602.06036), or by how much each place adds to the expected acceptance length while the
-draft is as sure as it is now (D-PACE, arXiv 2605.18810). A place's loss is the cross-entropy to the token that the target
-wrote, or the divergence from the target's whole law (KL).
+draft is as sure as it is now (D-PACE, arXiv 2605.18810). A place's loss is the cross-entropy to the token that the
+target wrote, or the divergence from the target's whole law (KL).
 
 Logits of all places at once would need gigabytes, so they are made and left again in chunks, with their gradients.
 """

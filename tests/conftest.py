@@ -149,10 +149,16 @@ def smollm2_folder() -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="session")
-def loaded_smollm2():
+def smollm2_tokenizer():
     folder, file = smollm2_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32), tokenizer
+    return AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+
+@pytest.fixture(scope="session")
+def loaded_smollm2(smollm2_tokenizer):
+    folder, file = smollm2_folder()
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    return model, smollm2_tokenizer
 
 
 @pytest.fixture

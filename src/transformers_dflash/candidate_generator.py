@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .cache import ContextCache
 from .modeling_dflash import DFlashDraftModel
 from .processors import all_row_wise, for_draft, process_rows
-from .target import TapRecorder, Target, soft_cap
+from .target import TapRecorder, Target, draft_logits
 
 
 @dataclass
@@ -71,7 +71,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.max_candidates = min(self.max_candidates, options.num_assistant_tokens)
         self.confidence_threshold = options.assistant_confidence_threshold
         self.max_length = generation_config.max_length
-        self.own_logit_scale = self.config.output_multiplier or self.config.final_logit_softcapping
 
         self.cache = draft.make_cache() if context is None else context.cache
         self.features = None if context is None else context.features  # (1, n, taps * H)
@@ -181,15 +180,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return hidden
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(1, k, H) -> (1, k, V)`: the draft's own head if it has one, else the target's with all that follows it."""
-        config, target = self.config, self.target
-        if config.draft_vocab_size is not None:
-            logits = self.draft.expand_reduced_logits(hidden, target.config.vocab_size)
-        else:
-            logits = target.head(hidden.to(target.model.device, target.model.dtype))
-        if not self.own_logit_scale:
-            return target.scale_logits(logits)
-        return soft_cap(logits * (config.output_multiplier or 1.0), config.final_logit_softcapping)
+        """`(1, k, H) -> (1, k, V)`."""
+        return draft_logits(self.draft, self.target, hidden)
 
     def _choose_at_once(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose all candidates from logits `(k, V)`, where no place depends on the token before it.

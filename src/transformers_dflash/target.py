@@ -159,6 +159,18 @@ def soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     return logits if not cap else torch.tanh(logits / cap) * cap
 
 
+def draft_logits(draft: DFlashDraftModel, target: Target, hidden: torch.Tensor) -> torch.Tensor:
+    """`(b, k, H) -> (b, k, V)`: the draft's own head if it has one, else the target's, with all that follows it."""
+    config = draft.config
+    if config.draft_vocab_size is not None:
+        logits = draft.expand_reduced_logits(hidden, target.config.vocab_size)
+    else:
+        logits = target.head(hidden.to(target.model.device, target.model.dtype))
+    if config.output_multiplier is None and config.final_logit_softcapping is None:
+        return target.scale_logits(logits)
+    return soft_cap(logits * (config.output_multiplier or 1.0), config.final_logit_softcapping)
+
+
 def checked_cache(cache: Cache | None, model: PreTrainedModel) -> Cache:
     """The target's cache; one that cannot be rolled back is refused before any work.
 
@@ -255,4 +267,4 @@ class TapRecorder:
             hook.remove()
 
 
-__all__ = ["TapRecorder", "Target", "checked_cache", "decoder_layers", "soft_cap"]
+__all__ = ["TapRecorder", "Target", "checked_cache", "decoder_layers", "draft_logits", "soft_cap"]

@@ -170,11 +170,10 @@ def fingerprint(documents: Sequence[Document], model: PreTrainedModel, layer_ids
     for document in documents:
         digest.update(torch.tensor(document.ids).numpy().tobytes())
         digest.update(b"|")
-    weight = (
-        model.get_input_embeddings()(torch.arange(4, device=model.device)).float().cpu()
-    )  # two targets may share a name
-    digest.update(weight.numpy().tobytes())
-    digest.update(json.dumps([str(model.dtype), list(layer_ids)]).encode())
+    rows = torch.arange(4, device=model.device)
+    with torch.no_grad():  # two targets may share a name, or have none
+        digest.update(model.get_input_embeddings()(rows).float().cpu().numpy().tobytes())
+    digest.update(json.dumps([model.config._name_or_path, str(model.dtype), list(layer_ids)]).encode())
     return digest.hexdigest()[:16]
 
 

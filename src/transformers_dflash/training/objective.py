@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ..modeling_dflash import DFlashDraftModel
-from ..target import Target, soft_cap
+from ..target import Target, draft_logits
 from .blocks import IGNORED
 
 LOSSES = ("ce", "kl", "dpace")
@@ -99,27 +99,22 @@ class Objective:
         right = torch.zeros(labels.shape[1], device=labels.device)
 
         def block_losses(rows: slice, states: torch.Tensor) -> torch.Tensor:
-            logits = draft_logits(draft, target, states)  # (m, K, V) float32
             wanted = labels[rows]
-            cross_entropy = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view_as(wanted)
-            choice = logits
+            logits = draft_logits(draft, target, states).float()  # (m, K, V)
+            losses, possible = cross_entropy(logits, wanted)  # (m, K)
             if self.loss == "dpace":
-                weights = dpace_weights(torch.exp(-cross_entropy.detach()), supervised[rows], self.alpha)
+                confidence = torch.exp(-losses.detach()) * possible
+                weights = dpace_weights(confidence, supervised[rows], self.alpha)
             else:
                 weights = decay_weights(wanted.shape[1], self.gamma, wanted.device) * supervised[rows]
-            losses = cross_entropy
             if self.loss == "kl":
-                law = target.scale_logits(target.head(teacher[rows])).float().log_softmax(-1)
-                losses = F.kl_div(logits.log_softmax(-1), law, reduction="none", log_target=True).sum(-1)
+                losses = divergence(target.scale_logits(target.head(teacher[rows])).float(), logits)
             total = (losses * weights).sum()
+            choice = logits
             if draft.config.selector_rank is not None:
                 choice = selector_scores(draft, logits, states, previous[rows])  # (m, K, V)
-                found = (
-                    supervised[rows] & choice.detach().gather(-1, wanted.clamp(min=0)[..., None])[..., 0].isfinite()
-                )
-                chosen = wanted.masked_fill(~found, IGNORED)
-                losses = F.cross_entropy(choice.flatten(0, 1), chosen.flatten(), reduction="none").view_as(wanted)
-                total = total + self.selector_weight * (losses * weights * found).sum()
+                losses, _ = cross_entropy(choice, wanted)
+                total = total + self.selector_weight * (losses * weights).sum()
             right.add_(((choice.detach().argmax(-1) == wanted) & supervised[rows]).sum(0))
             return total
 
@@ -161,18 +156,25 @@ class _InChunks(torch.autograd.Function):
         return None, None, *(None if one is None else one * upstream for one in ctx.gradients)
 
 
-def draft_logits(draft: DFlashDraftModel, target: Target, hidden: torch.Tensor) -> torch.Tensor:
-    """The draft's logits `(..., V)` in float32 of its hidden states `(..., H)`: as at decode time, with gradients."""
-    config = draft.config
-    if config.draft_vocab_size is not None:
-        logits = draft.expand_reduced_logits(hidden, target.config.vocab_size)
-    else:
-        logits = target.head(hidden.to(target.model.device, target.model.dtype))
-    if config.output_multiplier or config.final_logit_softcapping:
-        logits = soft_cap(logits * (config.output_multiplier or 1.0), config.final_logit_softcapping)
-    else:
-        logits = target.scale_logits(logits)
-    return logits.float()
+def cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy of scores `(m, K, V)` to labels `(m, K)`, and whether a label can be chosen at all.
+
+    Returns:
+        `(m, K)` each. The loss is 0 where there is no label, or where its score is -inf: outside a reduced vocabulary,
+        or not among the tokens that a selector scores.
+    """
+    possible = (labels != IGNORED) & scores.detach().gather(-1, labels.clamp(min=0)[..., None])[..., 0].isfinite()
+    chosen = labels.masked_fill(~possible, IGNORED).flatten()
+    losses = F.cross_entropy(scores.flatten(0, 1), chosen, reduction="none", ignore_index=IGNORED)
+    return losses.view_as(labels), possible
+
+
+def divergence(target_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """KL from the draft's law to the target's, over the tokens that the draft can choose: `(..., V) -> (...)`."""
+    reachable = logits.detach().isfinite()
+    p = target_logits.masked_fill(~reachable, float("-inf")).log_softmax(-1)
+    q = logits.log_softmax(-1)
+    return torch.where(reachable, p.exp() * (p - q), 0.0).sum(-1)
 
 
 def selector_scores(
@@ -183,4 +185,4 @@ def selector_scores(
     return scores.view_as(logits)
 
 
-__all__ = ["LOSSES", "Objective", "decay_weights", "default_gamma", "dpace_weights", "draft_logits"]
+__all__ = ["LOSSES", "Objective", "cross_entropy", "decay_weights", "default_gamma", "divergence", "dpace_weights"]

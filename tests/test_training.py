@@ -1,0 +1,456 @@
+"""What a draft is trained on and for: blocks, what their slots see, objectives, features, and the trainer."""
+
+import json
+
+import pytest
+import torch
+from conftest import MASK, VOCAB, make_draft, make_target, prompt
+from transformers import AutoModel
+
+from transformers_dflash.target import Target, draft_logits
+from transformers_dflash.training import (
+    BlockDataset,
+    DFlashTrainer,
+    DFlashTrainingArguments,
+    Document,
+    FeatureStore,
+    Objective,
+    TargetFeatures,
+    encode,
+    read_rows,
+)
+from transformers_dflash.training.blocks import (
+    ATTENTION,
+    IGNORED,
+    Blocks,
+    block_labels,
+    pad_anchors,
+    possible_anchors,
+    sample_anchors,
+)
+from transformers_dflash.training.objective import decay_weights, default_gamma, dpace_weights
+from transformers_dflash.training.trainer import collate
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
+
+
+def document(length: int, prompt_length: int, seed: int) -> Document:
+    ids = prompt(length, seed)[0].tolist()
+    return Document(ids, [place >= prompt_length for place in range(length)])
+
+
+def answers(target, count: int, new_tokens: int = 24) -> list[Document]:
+    """Documents whose responses are the target's own greedy ones."""
+    documents = []
+    for seed in range(count):
+        ids = prompt(6, seed)
+        whole = target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+        )[0].tolist()
+        whole = whole[: whole.index(MASK)] if MASK in whole else whole
+        documents.append(Document(whole, [place >= 6 for place in range(len(whole))]))
+    return documents
+
+
+def arguments(folder, **options) -> DFlashTrainingArguments:
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "eval_prompts": 2,
+        "eval_new_tokens": 16,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+    }
+    return DFlashTrainingArguments(**(defaults | options))
+
+
+def hidden_of_blocks(draft, target, ids, anchors, **changes):
+    """`(b, N, B, H)` by the path that training takes; `changes` replace inputs of the forward pass."""
+    blocks = Blocks.at(anchors, ids, draft.config)
+    features = TargetFeatures(target, draft.config.target_layer_ids)(ids).flatten(2)
+    inputs = {
+        "noise_embeds": target.get_input_embeddings()(blocks.ids),
+        "context_hidden_states": features,
+        "position_ids": blocks.position_ids,
+        "attention_mask": blocks.layout,
+        "num_blocks": anchors.shape[1],
+    } | changes
+    draft.set_attn_implementation(ATTENTION)
+    return draft(**inputs).last_hidden_state.unflatten(1, (anchors.shape[1], -1))
+
+
+SHAPES = {
+    "fused": {},
+    "layer-aligned": {"context_injection": "layer_aligned"},
+    "causal in the block": {"causal_layer_types": ["sliding_attention"]},
+    "narrow window": {"sliding_window": 4},
+    "dflash 2": DFLASH2,
+    "from the anchor": {"sample_from_anchor": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_training_computes_for_each_block_what_decoding_computes(target, shape):
+    draft = make_draft(target, **SHAPES[shape])
+    if shape == "dflash 2":
+        for layer in draft.layers:
+            layer.attention_conv.kernel_projection.weight.normal_(std=0.3)
+            layer.mlp_conv.base_kernel.normal_()
+    ids = torch.cat([prompt(40, 1), prompt(40, 2)])
+    anchors = torch.tensor([[5, 9, 10, 23, 36, 38], [1, 2, 17, 20, 30, 39]])
+    trained = hidden_of_blocks(draft, target, ids, anchors)
+    draft.set_attn_implementation("eager")
+    features = TargetFeatures(target, draft.config.target_layer_ids)(ids).flatten(2)
+    for row in range(2):
+        for block, anchor in enumerate(anchors[row].tolist()):
+            slots = torch.full((1, draft.config.block_size), MASK)
+            slots[0, 0] = ids[row, anchor]
+            decoded = draft(target.get_input_embeddings()(slots), features[row : row + 1, :anchor]).last_hidden_state
+            torch.testing.assert_close(trained[row, block], decoded[0], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_block_sees_nothing_from_its_anchor_on_and_no_other_block(target, draft):
+    ids, anchors = prompt(40, 1), torch.tensor([[8, 20, 30]])
+    before = hidden_of_blocks(draft, target, ids, anchors)
+    features = TargetFeatures(target, draft.config.target_layer_ids)(ids).flatten(2)
+    features[:, 20:] += 1.0  # the anchor's own features and all later ones
+    after = hidden_of_blocks(draft, target, ids, anchors, context_hidden_states=features)
+    torch.testing.assert_close(after[:, :2], before[:, :2], atol=0, rtol=0)
+    assert (after[:, 2] - before[:, 2]).abs().max() > 1e-3
+
+    embeds = target.get_input_embeddings()(Blocks.at(anchors, ids, draft.config).ids)
+    embeds[:, : draft.config.block_size] += 1.0  # the first block
+    after = hidden_of_blocks(draft, target, ids, anchors, noise_embeds=embeds)
+    torch.testing.assert_close(after[:, 1:], before[:, 1:], atol=0, rtol=0)
+    assert (after[:, 0] - before[:, 0]).abs().max() > 1e-3
+
+
+def test_labels_are_the_tokens_after_the_anchor_up_to_the_end_of_its_response():
+    ids = torch.arange(100, 112)
+    mask = torch.tensor([0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]).bool()
+    assert possible_anchors(mask).tolist() == [2, 3, 4, 8, 9, 10]
+    labels = block_labels(ids, mask, torch.tensor([2, 4, 9]), 5)
+    assert labels.tolist() == [
+        [103, 104, 105, IGNORED, IGNORED],
+        [105, IGNORED, IGNORED, IGNORED, IGNORED],
+        [110, 111, IGNORED, IGNORED, IGNORED],
+    ]
+
+
+def test_anchors_change_with_epoch_and_document_and_with_nothing_else():
+    documents = [document(60, 5, 0), document(60, 5, 1)]
+
+    def anchors(epoch, index, seed=0):
+        dataset = BlockDataset(documents, 8, 5, seed)
+        dataset.set_epoch(epoch)
+        return dataset[index]["anchors"].tolist()
+
+    assert anchors(0, 0) == anchors(0, 0)
+    assert len({tuple(anchors(*place)) for place in [(0, 0), (1, 0), (0, 1), (1, 1)]}) == 4
+    assert anchors(0, 0) != anchors(0, 0, seed=1)
+    assert anchors(0, 0) == sorted(set(anchors(0, 0)))
+    assert len(anchors(0, 0)) == 8
+    everything = sample_anchors(torch.ones(9, dtype=torch.bool), 512, torch.Generator())
+    assert everything.tolist() == list(range(8))
+
+
+def test_decay_weights_are_those_of_the_paper():
+    weights = decay_weights(4, 2.0, torch.device("cpu"))
+    torch.testing.assert_close(weights[1:] / weights[:-1], torch.full((3,), torch.e**-0.5))
+    assert weights.sum() == pytest.approx(1)
+    assert [default_gamma(size) for size in (8, 10, 16)] == [4.0, 5.0, 7.0]
+
+
+def test_dpace_weights_are_suffix_sums_of_smoothed_prefix_products():
+    confidence = torch.tensor([[0.5, 0.25, 0.8]])
+    smooth = [0.75, 0.625, 0.9]
+    products = [smooth[0], smooth[0] * smooth[1], smooth[0] * smooth[1] * smooth[2]]
+    expected = [sum(products), sum(products[1:]), products[2]]
+    everything = torch.ones(1, 3, dtype=torch.bool)
+    torch.testing.assert_close(dpace_weights(confidence, everything, 0.5), torch.tensor([expected]))
+    two = torch.tensor([[True, True, False]])
+    expected = [sum(products[:2]), products[1], 0.0]
+    torch.testing.assert_close(dpace_weights(confidence, two, 0.5), torch.tensor([expected]))
+
+
+def slow_loss(kind, draft, target, hidden, labels, teacher):
+    """Row by row and place by place."""
+    total = 0.0
+    weights = decay_weights(labels.shape[1], 4.0, labels.device)
+    for row in range(len(labels)):
+        logits = draft_logits(draft, target, hidden[row][None])[0]
+        log_q = logits.log_softmax(-1)
+        chances = [log_q[j, label].exp().item() for j, label in enumerate(labels[row].tolist()) if label != IGNORED]
+        for place, label in enumerate(labels[row].tolist()):
+            if label == IGNORED:
+                continue
+            weight = weights[place]
+            loss = -log_q[place, label]
+            if kind == "kl":
+                p = target.head(teacher[row, place]).softmax(-1)
+                loss = (p * (p.log() - log_q[place])).sum()
+            if kind == "dpace":
+                smooth = [0.5 * chance + 0.5 for chance in chances]
+                products = torch.tensor(smooth).cumprod(0)
+                weight = products[place:].sum()
+            total = total + weight * loss
+    return total
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1024])
+@pytest.mark.parametrize("kind", ["ce", "kl", "dpace"])
+def test_losses_and_gradients_equal_the_slow_ones_in_chunks_of_any_size(target, draft, kind, chunk):
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 5, 32, requires_grad=True)
+    teacher = torch.randn(5, 5, 32)
+    labels = torch.randint(0, VOCAB, (5, 5))
+    labels[1, 3:] = IGNORED
+    labels[4, 1:] = IGNORED
+    view = Target(target)
+    expected = slow_loss(kind, draft, view, hidden, labels, teacher)
+    (wanted,) = torch.autograd.grad(expected, hidden)
+    objective = Objective(kind, 4.0, chunk=chunk)
+    total, counts, right = objective(draft, view, hidden, labels, labels, teacher)
+    (gradient,) = torch.autograd.grad(total * 1.0, hidden)
+    torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-4)
+    assert counts.tolist() == [5, 4, 4, 3, 3]
+    choices = draft_logits(draft, view, hidden).argmax(-1)
+    assert right.tolist() == [int((choices[:, j] == labels[:, j]).sum()) for j in range(5)]
+
+
+def test_a_reduced_vocabulary_learns_what_it_can_choose(target):
+    draft = make_draft(target, draft_vocab_size=20)
+    draft.d2t.copy_(torch.arange(20) % 2)  # ids 0, 2, 2, 4, ... : odd ids cannot be chosen
+    hidden = torch.randn(2, 5, 32, requires_grad=True)
+    labels = torch.tensor([[2, 4, 3, 6, 8], [5, 7, 9, 11, 13]])
+    total, *_ = Objective("ce", 4.0)(draft, Target(target), hidden, labels, labels, None)
+    total.backward()
+    assert total.isfinite()
+    assert draft.lm_head.weight.grad.abs().sum() > 0
+    assert (hidden.grad[0].abs().sum(-1) > 0).tolist() == [True, True, False, True, True]
+    assert hidden.grad[1].abs().sum() == 0
+
+
+def test_the_selector_learns_from_the_token_before(target):
+    draft = make_draft(target, **DFLASH2)
+    hidden = torch.randn(3, 5, 32)
+    labels = torch.randint(0, VOCAB, (3, 5))
+    Objective("ce", 4.0)(draft, Target(target), hidden, labels, labels.roll(1, 1), None)[0].backward()
+    selector = draft.candidate_selector
+    assert selector.hidden_projection.weight.grad.abs().sum() > 0
+    touched = selector.predecessor_codebook.grad.abs().sum(-1).nonzero()[:, 0].tolist()
+    assert set(touched) <= set(labels.flatten().tolist())
+    assert touched
+
+
+def test_stored_features_are_those_of_the_line(target, tmp_path):
+    documents = [document(20 + n, 5, n) for n in range(70)]  # more than a shard
+    store = FeatureStore.build(tmp_path, documents, target, [1, 3, -1])
+    features = TargetFeatures(target, [3, -1])
+    for number in (0, 63, 64, 69):
+        online = features(torch.tensor(documents[number].ids)[None])[0]
+        torch.testing.assert_close(store.select(store[number], [3, -1]), online, atol=0, rtol=0)
+    states = {}
+    hook = target.model.norm.register_forward_hook(lambda _m, inputs, output: states.update(last=inputs[0], normed=output))
+    target(torch.tensor(documents[0].ids)[None])
+    hook.remove()
+    torch.testing.assert_close(store[0][:, 1], states["last"][0], atol=1e-5, rtol=1e-5)  # tap 3: before the norm
+    torch.testing.assert_close(store[0][:, 2], states["normed"][0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"holds the taps \[1, 3, -1\], not \[2\]"):
+        store.select(store[0], [2])
+
+
+def test_features_go_on_where_a_build_was_cut(target, tmp_path, monkeypatch):
+    documents = [document(20, 5, n) for n in range(130)]
+    seen = []
+    original = TargetFeatures.__call__
+
+    def breaks_off(self, ids, *rest):
+        if len(seen) == 70:
+            raise KeyboardInterrupt
+        seen.append(ids)
+        return original(self, ids, *rest)
+
+    monkeypatch.setattr(TargetFeatures, "__call__", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        FeatureStore.build(tmp_path, documents, target, [1])
+    with pytest.raises(ValueError, match="holds no index.json"):
+        FeatureStore(tmp_path)
+    monkeypatch.setattr(TargetFeatures, "__call__", lambda self, ids, *rest: seen.append(ids) or original(self, ids))
+    store = FeatureStore.build(tmp_path, documents, target, [1])
+    assert len(seen) == 70 + 130 - 64  # the first shard was not made again
+    assert len(store) == 130
+    with pytest.raises(ValueError, match="features of other documents, another target or other taps"):
+        FeatureStore.build(tmp_path, documents[1:], target, [1])
+
+
+def test_a_full_disk_is_told_before_anything_is_written(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(OSError, match="GiB free: use another disk"):
+        FeatureStore.build(tmp_path / "store", [document(20, 5, 0)], target, [1, 3])
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_training_makes_a_draft_that_accepts_more_and_loads(target, tmp_path):
+    documents = answers(target, 12)
+    draft = make_draft(target, initializer_range=0.1)
+    trainer = DFlashTrainer(
+        draft, target, arguments(tmp_path, max_steps=150, learning_rate=3e-3, logging_steps=50), documents, documents[:4]
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.7 * before["eval_loss"]
+    assert after["eval_accuracy_1"] > before["eval_accuracy_1"] + 0.3
+    assert after["eval_acceptance_length"] > before["eval_acceptance_length"] + 0.5
+    trainer.save_model(tmp_path / "saved")
+    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    for name, weight in draft.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], weight, atol=0, rtol=0)
+    ids = prompt(6, 0)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16}
+    assert target.generate(ids, assistant_model=loaded, **options).tolist() == target.generate(ids, **options).tolist()
+
+
+def trained_weights(target, folder, documents, **options):
+    draft = make_draft(target)
+    features = options.pop("features", None)
+    trainer = DFlashTrainer(draft, target, arguments(folder, **options), documents, train_features=features)
+    trainer.train()
+    return draft.state_dict(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("loss_type", ["kl", "dpace"])
+def test_accumulated_steps_equal_large_ones_whatever_the_documents_lengths(target, tmp_path, loss_type):
+    documents = [document(length, 4, length) for length in (9, 30, 14, 50, 11, 23, 40, 7)]
+    options = {"max_steps": 2, "loss_type": loss_type, "anchors_per_document": 6}
+    large, large_losses = trained_weights(target, tmp_path, documents, per_device_train_batch_size=4, **options)
+    small, small_losses = trained_weights(
+        target, tmp_path, documents, per_device_train_batch_size=1, gradient_accumulation_steps=4, **options
+    )
+    assert small_losses == pytest.approx(large_losses, rel=1e-4)
+    for name in large:
+        torch.testing.assert_close(small[name], large[name], atol=2e-5, rtol=1e-4)
+
+
+def test_training_from_stored_features_equals_training_with_the_target_in_the_loop(target, tmp_path):
+    documents = [document(30, 4, n) for n in range(6)]
+    store = FeatureStore.build(tmp_path / "features", documents, target, [0, 1, 3, -1])
+    options = {"max_steps": 3, "loss_type": "kl"}
+    online, online_losses = trained_weights(target, tmp_path, documents, **options)
+    stored, stored_losses = trained_weights(target, tmp_path, documents, features=store, **options)
+    assert stored_losses == pytest.approx(online_losses, rel=1e-5)
+    for name in online:
+        torch.testing.assert_close(stored[name], online[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_resumed_run_goes_on_as_the_unbroken_one(target, tmp_path):
+    documents = [document(30, 4, n) for n in range(10)]
+    options = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "anchors_per_document": 5}
+    draft = make_draft(target)
+    whole = DFlashTrainer(draft, target, arguments(tmp_path / "run", **options), documents)
+    whole.train()
+    again = make_draft(target)
+    resumed = DFlashTrainer(again, target, arguments(tmp_path / "run", **options), documents)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))  # amid the first epoch
+    for name, weight in draft.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], weight, atol=0, rtol=0)
+
+
+def test_a_step_without_finite_gradients_is_left_out(target, tmp_path, monkeypatch):
+    documents = [document(30, 4, n) for n in range(4)]
+    draft = make_draft(target)
+    weights = {name: weight.clone() for name, weight in draft.state_dict().items()}
+    trainer = DFlashTrainer(draft, target, arguments(tmp_path, max_steps=3), documents)
+
+    def broken(*_args):
+        return draft.norm.weight.sum() * float("nan"), torch.ones(5), torch.ones(5)
+
+    monkeypatch.setattr(Objective, "__call__", broken)
+    trainer.train()
+    for name, weight in weights.items():
+        torch.testing.assert_close(draft.state_dict()[name], weight, atol=0, rtol=0)
+    endless = DFlashTrainer(draft, target, arguments(tmp_path, max_steps=30), documents)
+    with pytest.raises(FloatingPointError, match="10 steps in a row"):
+        endless.train()
+
+
+def test_rows_become_documents(smollm2_tokenizer, tmp_path):
+    tokenizer = smollm2_tokenizer
+    chat = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Three?"},
+        {"role": "assistant", "content": "Four."},
+    ]
+    made = encode({"messages": chat}, tokenizer)
+    responses = [token for token, wanted in zip(made.ids, made.response_mask, strict=True) if wanted]
+    assert tokenizer.decode(responses) == "Two.<|im_end|>\nFour.<|im_end|>\n"
+    made = encode({"prompt": "One?", "response": "Two."}, tokenizer)
+    assert tokenizer.decode(made.ids).endswith("<|im_start|>assistant\nTwo.")
+    assert tokenizer.decode(made.ids[: made.response_mask.index(True)]).endswith("<|im_start|>assistant\n")
+    made = encode({"prompt": [5, 6], "response": [7]}, None)
+    assert (made.ids, made.response_mask) == ([5, 6, 7], [False, False, True])
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": [5], "response": [7]}) + "\n\n" + "{broken\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 3 is no JSON"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": [5], "response": []}, "a `response` that is not empty"),
+        ({"text": "a"}, r"it has \['text'\]"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "without an assistant turn"),
+    ],
+)
+def test_rows_that_teach_nothing_are_refused(smollm2_tokenizer, row, message):
+    with pytest.raises(ValueError, match=message):
+        encode(row, smollm2_tokenizer)
+
+
+def test_a_tokenizer_without_chat_template_is_named(smollm2_tokenizer):
+    template, smollm2_tokenizer.chat_template = smollm2_tokenizer.chat_template, None
+    try:
+        with pytest.raises(ValueError, match="has no chat template"):
+            encode({"prompt": "One?", "response": "Two."}, smollm2_tokenizer)
+    finally:
+        smollm2_tokenizer.chat_template = template
+
+
+def test_documents_that_cannot_be_trained_on_are_refused(target, draft, tmp_path):
+    with pytest.raises(ValueError, match="document 1 has no response of two tokens"):
+        DFlashTrainer(draft, target, arguments(tmp_path), [document(20, 4, 0), document(5, 4, 0)])
+    holds_mask = Document([3, 4, MASK, 5, 6], [False, False, True, True, True])
+    with pytest.raises(ValueError, match=f"document 0 holds the draft's mask_token_id {MASK}"):
+        DFlashTrainer(draft, target, arguments(tmp_path), [holds_mask])
+    with pytest.raises(ValueError, match="there is no document"):
+        DFlashTrainer(draft, target, arguments(tmp_path), [])
+    other = make_target("qwen3")
+    with pytest.raises(ValueError, match="loss_type is one of ce, kl, dpace"):
+        arguments(tmp_path, loss_type="mse")
+    shallow = make_draft(other, target_layer_ids=[1, 9], num_target_layers=None)
+    with pytest.raises(ValueError, match="taps layer 9"):
+        DFlashTrainer(shallow, target, arguments(tmp_path), [document(20, 4, 0)])
+
+
+def test_batches_are_padded_on_the_right():
+    short = {"input_ids": torch.tensor([1, 2, 3]), "anchors": torch.tensor([1]), "labels": torch.tensor([[3]])}
+    long = {
+        "input_ids": torch.tensor([1, 2, 3, 4]),
+        "anchors": torch.tensor([1, 2]),
+        "labels": torch.tensor([[3], [4]]),
+    }
+    batch = collate([short, long])
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert batch["anchors"].tolist() == pad_anchors([short["anchors"], long["anchors"]]).tolist() == [[1, -1], [1, 2]]
+    assert batch["labels"].tolist() == [[[3], [IGNORED]], [[3], [4]]]

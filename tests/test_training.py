@@ -44,9 +44,9 @@ def answers(target, count: int, new_tokens: int = 24) -> list[Document]:
     documents = []
     for seed in range(count):
         ids = prompt(6, seed)
-        whole = target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-        )[0].tolist()
+        whole = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)[
+            0
+        ].tolist()
         whole = whole[: whole.index(MASK)] if MASK in whole else whole
         documents.append(Document(whole, [place >= 6 for place in range(len(whole))]))
     return documents
@@ -258,7 +258,9 @@ def test_stored_features_are_those_of_the_line(target, tmp_path):
         online = features(torch.tensor(documents[number].ids)[None])[0]
         torch.testing.assert_close(store.select(store[number], [3, -1]), online, atol=0, rtol=0)
     states = {}
-    hook = target.model.norm.register_forward_hook(lambda _m, inputs, output: states.update(last=inputs[0], normed=output))
+    hook = target.model.norm.register_forward_hook(
+        lambda _m, inputs, output: states.update(last=inputs[0], normed=output)
+    )
     target(torch.tensor(documents[0].ids)[None])
     hook.remove()
     torch.testing.assert_close(store[0][:, 1], states["last"][0], atol=1e-5, rtol=1e-5)  # tap 3: before the norm
@@ -302,7 +304,11 @@ def test_training_makes_a_draft_that_accepts_more_and_loads(target, tmp_path):
     documents = answers(target, 12)
     draft = make_draft(target, initializer_range=0.1)
     trainer = DFlashTrainer(
-        draft, target, arguments(tmp_path, max_steps=150, learning_rate=3e-3, logging_steps=50), documents, documents[:4]
+        draft,
+        target,
+        arguments(tmp_path, max_steps=150, learning_rate=3e-3, logging_steps=50),
+        documents,
+        documents[:4],
     )
     before = trainer.evaluate()
     trainer.train()

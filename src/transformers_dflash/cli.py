@@ -1,4 +1,4 @@
-"""The command line: `transformers-dflash generate` answers one prompt with a target and its draft.
+"""The command line: `generate` answers one prompt with a target and its draft, `train` makes a draft.
 
 The text goes to stdout, everything else to stderr. What cannot be done ends in one sentence and exit code 2.
 """
@@ -108,10 +108,23 @@ def build_parser() -> Parser:
     add("--compare", action="store_true", help="run plain generate beside it and print both speeds")
     add("--no-stream", action="store_true", help="print the text when it is complete")
     add("--json", action="store_true", help="print one JSON object with the text and the statistics")
+
+    commands.add_parser("train", help="train a draft", add_help=False).set_defaults(run=run_training)
     return parser
 
 
-def generate_command(options: argparse.Namespace) -> int:
+def run_training(_options: argparse.Namespace, arguments: list[str]) -> int:
+    from .training.command import train_command  # Trainer takes seconds to import
+
+    try:
+        return train_command(arguments)
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        raise BadInput(one_line(error)) from error
+
+
+def generate_command(options: argparse.Namespace, unknown: list[str]) -> int:
+    if unknown:
+        build_parser().error(f"unrecognized arguments: {' '.join(unknown)}")
     logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises too
     logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
@@ -285,9 +298,9 @@ def one_line(error: Exception) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options = build_parser().parse_args(argv)
+    options, unknown = build_parser().parse_known_args(argv)
     try:
-        return options.run(options)
+        return options.run(options, unknown)
     except BadInput as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 @dataclass
 class Document:
@@ -21,6 +19,10 @@ class Document:
 
     ids: list[int]
     response_mask: list[bool]
+
+    def cut(self, max_length: int) -> "Document":
+        """Its first `max_length` tokens."""
+        return Document(self.ids[:max_length], self.response_mask[:max_length])
 
     @property
     def num_response_tokens(self) -> int:
@@ -124,14 +126,4 @@ def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_op
     return Document(ids=ids, response_mask=mask)
 
 
-def fit(document: Document, max_length: int) -> Document:
-    """A document cut to its first `max_length` tokens."""
-    return Document(document.ids[:max_length], document.response_mask[:max_length])
-
-
-def masks(document: Document) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and response mask as tensors `(n,)`."""
-    return torch.tensor(document.ids), torch.tensor(document.response_mask)
-
-
-__all__ = ["Document", "chat_ids", "encode", "fit", "masks", "read_rows"]
+__all__ = ["Document", "chat_ids", "encode", "read_rows"]

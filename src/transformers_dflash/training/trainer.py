@@ -90,7 +90,7 @@ class BlockDataset(Dataset):
         if not documents:
             raise ValueError("there is no document to train on")
         for number, document in enumerate(documents):
-            if not len(possible_anchors(torch.tensor(document.response_mask))):
+            if not trainable(document):
                 raise ValueError(
                     f"document {number} has no response of two tokens, so that no block can start in it: leave it out"
                 )
@@ -302,6 +302,11 @@ class DFlashTrainer(Trainer):
         return sum(sum(one.acceptance_lengths) for one in statistics) / rounds if rounds else float("nan")
 
 
+def trainable(document: Document) -> bool:
+    """Whether some block can start in a document: it has a response of at least two tokens."""
+    return len(possible_anchors(torch.tensor(document.response_mask))) > 0
+
+
 def _teacher_states(last: torch.Tensor, anchors: torch.Tensor, num_candidates: int) -> torch.Tensor:
     """The target's last states `(b, N, K, H)` that predict each place, from those of documents `(b, n, H)`."""
     places = anchors.clamp(min=0)[:, :, None] + torch.arange(num_candidates, device=anchors.device)  # (b, N, K)
@@ -345,4 +350,4 @@ class _SkipNonFiniteSteps(TrainerCallback):
         optimizer.zero_grad(set_to_none=True)
 
 
-__all__ = ["BlockDataset", "DFlashTrainer", "DFlashTrainingArguments", "collate", "refuse_mask_token"]
+__all__ = ["BlockDataset", "DFlashTrainer", "DFlashTrainingArguments", "collate", "refuse_mask_token", "trainable"]

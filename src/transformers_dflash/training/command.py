@@ -1,0 +1,237 @@
+"""The command `transformers-dflash train`: from prompts or answers to a draft, with `Trainer`'s own options."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import InferenceClient
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
+
+from ..configuration_dflash import DFlashDraftConfig, default_target_layer_ids
+from ..modeling_dflash import DFlashDraftModel
+from .data import Document, encode, read_rows
+from .features import FeatureStore, bytes_per_token
+from .regenerate import answer_by_server, answer_in_process, regenerate
+from .trainer import DFlashTrainer, DFlashTrainingArguments, trainable
+
+PROGRAM = "transformers-dflash train"
+
+
+def _option(help: str, default: Any = None, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass
+class TrainOptions:
+    """What to train, and on what.
+
+    Args:
+        target: folder or Hub id.
+        prompts: files or data sets whose rows the target answers first, into `OUTPUT_DIR/answers.jsonl`.
+        data: files or data sets whose rows hold the target's answers already.
+        eval_data: the same, for evaluation; without it the last `eval_documents` of the others are held out.
+    """
+
+    target: str = _option("folder or Hub id of the target")
+    prompts: list[str] | None = _option(
+        "JSONL or parquet files or data sets on the Hub: the target answers them first"
+    )
+    data: list[str] | None = _option("the same, with the target's answers in them")
+    eval_data: str | None = _option("answers to evaluate on; by default some of the others are held out")
+    eval_documents: int = _option("how many documents to evaluate on", 16)
+    max_length: int = _option("tokens after which a document is cut", 4096)
+    gguf_file: str | None = _option("GGUF file inside the target's folder")
+    target_dtype: str = _option("dtype of the target", "bfloat16")
+    features: str | None = _option("folder for the target's states, written once instead of made in every step")
+
+    draft: str | None = _option("folder or Hub id of a draft to go on from; by default a new one is made")
+    num_layers: int = _option("layers of a new draft", 5)
+    block_size: int = _option("slots of a block of a new draft", 16)
+    num_taps: int = _option("target layers that a new draft reads", 5)
+    taps: list[int] | None = _option("which ones; by default spread evenly")
+    context_injection: str = _option("fused or layer_aligned, for a new draft", "fused")
+    mask_token_id: int | None = _option("embedding row that no text uses; by default one is looked for")
+    save_dtype: str = _option("dtype of the finished draft", "bfloat16")
+    lora_rank: int | None = _option("train adapters of this rank beside the draft given by --draft (needs peft)")
+
+    server: str | None = _option(
+        "URL of an OpenAI-compatible server that answers the prompts in place of this process"
+    )
+    server_model: str | None = _option("the target's name there; by default that given by --target")
+    answer_batch: int = _option("prompts answered at one time", 16)
+    answer_new_tokens: int = _option("the most tokens of an answer", 1024)
+    answer_temperature: float = _option("0 is greedy", 0.0)
+
+
+def train_command(arguments: Sequence[str]) -> int:
+    """Run the command; what its user can mend ends in a ValueError or OSError of one sentence."""
+    parser = HfArgumentParser((TrainOptions, DFlashTrainingArguments), prog=PROGRAM, description=__doc__)
+    options, training = parser.parse_args_into_dataclasses(list(arguments))
+    if not options.target or not (options.prompts or options.data):
+        raise ValueError("give --target, and --prompts for the target to answer or --data with its answers")
+    if options.lora_rank is not None and options.draft is None:
+        raise ValueError("--lora_rank adapts a draft that is there: name it with --draft")
+    output = Path(training.output_dir)
+    gguf = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
+    tokenizer = AutoTokenizer.from_pretrained(options.target, **gguf)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.target_dtype, **gguf)
+    target = target.to(training.device).eval()
+
+    sources = list(options.data or ())
+    if options.prompts:
+        with training.main_process_first(desc="answering the prompts"):
+            answer_prompts(options, output / "answers.jsonl", target, tokenizer)
+        sources.append(str(output / "answers.jsonl"))
+    documents = [document for source in sources for document in read_documents(source, tokenizer, options.max_length)]
+    if options.eval_data is not None:
+        held_out = read_documents(options.eval_data, tokenizer, options.max_length)[: options.eval_documents]
+    else:
+        count = min(options.eval_documents, len(documents) // 10)
+        documents, held_out = documents[: len(documents) - count], documents[len(documents) - count :]
+    if options.draft is None:
+        set_seed(training.seed)  # a run that is begun again, and every process of one, starts from the same weights
+        draft = new_draft(options, target, tokenizer, [*documents, *held_out])
+    else:
+        draft = DFlashDraftModel.from_pretrained(options.draft, dtype=torch.float32)
+    draft.config.target_name_or_path = options.target
+    draft.config.target_revision = getattr(target.config, "_commit_hash", None)
+    model = draft if options.lora_rank is None else with_adapters(draft, options.lora_rank)
+
+    print(describe(draft, model, documents, held_out), flush=True)
+    trainer = DFlashTrainer(
+        model,
+        target,
+        training,
+        documents,
+        held_out or None,
+        train_features=None
+        if options.features is None
+        else store_features(options, draft, training, documents, target),
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or has_checkpoint(output))
+    if trainer.is_world_process_zero():
+        finished = trainer.accelerator.unwrap_model(trainer.model)
+        finished.to(getattr(torch, options.save_dtype)).save_pretrained(output)
+        print(f"the draft is in {output}")
+    return 0
+
+
+def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, tokenizer: Any) -> None:
+    """Let the target answer all prompts; goes on where an earlier run stood."""
+    rows = [row for source in options.prompts for row in read_rows(source)]
+    more = {"max_new_tokens": options.answer_new_tokens, "temperature": options.answer_temperature}
+
+    def answer(missing):
+        if options.server is None:
+            return answer_in_process(missing, target, tokenizer, batch_size=options.answer_batch, **more)
+        client = InferenceClient(base_url=options.server)
+        name = options.server_model or options.target
+        return answer_by_server(missing, client, name, concurrency=options.answer_batch, **more)
+
+    with tqdm(total=len(rows), desc="answers", unit="row") as bar:
+        regenerate(rows, path, answer, bar.update)
+
+
+def read_documents(source: str, tokenizer: Any, max_length: int) -> list[Document]:
+    """The documents of a source, cut to `max_length` tokens; those that hold nothing to learn are left out, and told.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    rows = [row for row in read_rows(source) if "response" not in row or row["response"]]
+    documents = [encode(row, tokenizer).cut(max_length) for row in rows]
+    kept = [document for document in documents if trainable(document)]
+    if not kept:
+        raise ValueError(f"{source} holds no response of two tokens or more: there is nothing to learn from")
+    if len(kept) < len(documents):
+        print(
+            f"{source}: {len(documents) - len(kept)} of {len(documents)} rows have no response of two tokens, left out"
+        )
+    return kept
+
+
+def new_draft(
+    options: TrainOptions, target: PreTrainedModel, tokenizer: Any, documents: Sequence[Document]
+) -> DFlashDraftModel:
+    """An untrained draft for the target."""
+    mask = options.mask_token_id
+    fields: dict[str, Any] = {"num_hidden_layers": options.num_layers, "block_size": options.block_size}
+    fields["context_injection"] = options.context_injection
+    if options.taps is not None:
+        fields["target_layer_ids"] = options.taps
+    elif options.context_injection == "fused":
+        layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        fields["target_layer_ids"] = default_target_layer_ids(layers, options.num_taps)
+    if mask is None:
+        mask = unused_token(target, tokenizer, documents)
+    config = DFlashDraftConfig.from_target(target.config, mask, **fields)
+    return DFlashDraftModel(config)
+
+
+def unused_token(target: PreTrainedModel, tokenizer: Any, documents: Sequence[Document]) -> int:
+    """An embedding row that no text uses: one past the tokenizer's, or a special token that is in no document.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rows = target.get_input_embeddings().num_embeddings
+    if rows > len(tokenizer):
+        return len(tokenizer)
+    used = {token for document in documents for token in document.ids}
+    used |= set(tokenizer.convert_tokens_to_ids([tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]))
+    ids = target.generation_config.eos_token_id
+    used |= set(ids if isinstance(ids, list) else [ids])
+    free = [id for id in sorted(tokenizer.added_tokens_decoder) if id not in used and id < rows]
+    if not free:
+        raise ValueError("the target's embedding has no row that no text uses: name one with --mask_token_id")
+    return free[-1]
+
+
+def with_adapters(draft: DFlashDraftModel, rank: int) -> Any:
+    """The draft with LoRA on its projections; `fc`, norms and the small parts of DFlash 2 are trained whole."""
+    from peft import LoraConfig, get_peft_model  # an extra
+
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    whole = ["fc", "hidden_norm", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"]
+    names = {name.rpartition(".")[2] for name, _ in draft.named_modules()}
+    return get_peft_model(
+        draft,
+        LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules=projections,
+            modules_to_save=[name for name in whole if name in names],
+        ),
+    )
+
+
+def store_features(options, draft, training, documents, target) -> FeatureStore:
+    layers = [*draft.config.target_layer_ids, *([-1] if training.loss_type == "kl" else [])]
+    tokens = sum(len(document.ids) for document in documents)
+    size = tokens * bytes_per_token(target, layers) / 2**30
+    print(f"the target's states of {tokens} tokens take {size:.2f} GiB in {options.features}", flush=True)
+    with training.main_process_first(desc="states"), tqdm(total=len(documents), desc="states", unit="document") as bar:
+        return FeatureStore.build(options.features, documents, target, layers, bar.update)
+
+
+def has_checkpoint(output: Path) -> bool:
+    return any(output.glob("checkpoint-*"))
+
+
+def describe(draft: DFlashDraftModel, model: nn.Module, documents: Sequence[Document], held_out: Sequence) -> str:
+    """What is about to be trained, for the screen."""
+    config = draft.config
+    parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    tokens = sum(document.num_response_tokens for document in documents)
+    return (
+        f"{parameters / 1e6:.1f} million trainable parameters in {config.num_hidden_layers} layers, block "
+        f"{config.block_size}, taps {config.target_layer_ids}, mask token {config.mask_token_id}; {len(documents)} "
+        f"documents with {tokens} response tokens, {len(held_out)} held out"
+    )
+
+
+__all__ = ["TrainOptions", "train_command"]

@@ -1,0 +1,188 @@
+"""Let the target write the responses that a draft is trained on.
+
+A draft learns to guess its target, not a data set: answers of other origin teach it tokens that the target would not
+write. Rows go to a JSONL file as they are finished, so that a run that was cut goes on where it stood.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import InferenceClient
+from transformers import PreTrainedModel
+
+from .data import chat_ids
+
+
+def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chat that a row asks the target to answer: its `messages` up to the last one of the user, or its `prompt`.
+
+    Raises:
+        ValueError: the row holds neither.
+    """
+    if "messages" in row:
+        messages = list(row["messages"])
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if messages:
+            return messages
+    elif isinstance(row.get("prompt"), str) and row["prompt"]:
+        return [{"role": "user", "content": row["prompt"]}]
+    raise ValueError(
+        f"a row needs `messages` with a user's turn, or a `prompt` that is not empty; it has {sorted(row)}"
+    )
+
+
+class ResponseFile:
+    """Answered rows as JSON lines, each with the `index` of its prompt.
+
+    Args:
+        path: of the file. What it holds already is kept, but for a last line that was cut off.
+
+    Raises:
+        ValueError: a line is none of this kind.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self.done: set[int] = set()
+        if not self.path.is_file():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return
+        whole = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break  # cut off while it was written
+                try:
+                    self.done.add(json.loads(line)["index"])
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(
+                        f"{self.path}, line {number} is no answered row with an `index`: move the file away, or name "
+                        "another one"
+                    ) from None
+                whole += len(line)
+        os.truncate(self.path, whole)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append rows and see them on the disk."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        self.done.update(row["index"] for row in rows)
+
+
+def regenerate(
+    rows: Sequence[dict[str, Any]],
+    path: str | os.PathLike,
+    answer: Callable[[list[tuple[int, dict[str, Any]]]], Iterator[list[dict[str, Any]]]],
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Answer all rows that `path` does not hold yet.
+
+    Args:
+        rows: see `prompt_messages`.
+        path: a JSONL file.
+        answer: takes what is missing, as pairs of index and row, and gives lists of answered rows:
+            `answer_in_process` or `answer_by_server`, with their first arguments filled in.
+        progress: called with the number of rows that were just finished.
+    """
+    file = ResponseFile(path)
+    if progress is not None and file.done:
+        progress(len(file.done))
+    missing = [(index, row) for index, row in enumerate(rows) if index not in file.done]
+    for finished in answer(missing):
+        file.add(finished)
+        if progress is not None:
+            progress(len(finished))
+
+
+@torch.no_grad()
+def answer_in_process(
+    missing: list[tuple[int, dict[str, Any]]],
+    model: PreTrainedModel,
+    tokenizer: Any,
+    batch_size: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    **template_options,
+) -> Iterator[list[dict[str, Any]]]:
+    """Answer in batches with the target at hand; rows hold `prompt` and `response` as token ids.
+
+    A response that ended by itself ends with its end token; one that was cut at `max_new_tokens` does not.
+    """
+    encoded = [(index, chat_ids(prompt_messages(row), tokenizer, **template_options)) for index, row in missing]
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends))
+    # A reproducible draw whatever was answered before: every batch is seeded by its first row.
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    for start in range(0, len(encoded), batch_size):
+        batch = encoded[start : start + batch_size]
+        longest = max(len(ids) for _, ids in batch)
+        input_ids = torch.tensor([[padding] * (longest - len(ids)) + ids for _, ids in batch])
+        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for _, ids in batch])
+        torch.manual_seed(batch[0][0])
+        output = model.generate(
+            input_ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=padding,
+            **sampling,
+        )[:, longest:].tolist()
+        finished = []
+        for (index, ids), response in zip(batch, output, strict=True):
+            end = next((place + 1 for place, token in enumerate(response) if token in ends), len(response))
+            finished.append({"index": index, "prompt": ids, "response": response[:end]})
+        yield finished
+
+
+def answer_by_server(
+    missing: list[tuple[int, dict[str, Any]]],
+    client: InferenceClient,
+    model: str,
+    concurrency: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> Iterator[list[dict[str, Any]]]:
+    """Answer by an OpenAI-compatible server (vLLM, SGLang, llama.cpp), many at a time; rows hold `messages`.
+
+    Raises:
+        RuntimeError: a request failed; what was answered before it is kept.
+    """
+
+    def ask(index: int, row: dict[str, Any]) -> dict[str, Any]:
+        messages = prompt_messages(row)
+        reply = client.chat_completion(messages, model=model, max_tokens=max_new_tokens, temperature=temperature)
+        content = reply.choices[0].message.content
+        return {"index": index, "messages": [*messages, {"role": "assistant", "content": content}]}
+
+    waiting = iter(missing)
+    with ThreadPoolExecutor(concurrency) as pool:
+        running: set[Future] = set()
+        while True:
+            for index, row in waiting:
+                running.add(pool.submit(ask, index, row))
+                if len(running) == concurrency:
+                    break
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            failed = next((one.exception() for one in done if one.exception() is not None), None)
+            if answered := [one.result() for one in done if one.exception() is None]:
+                yield answered
+            if failed is not None:
+                for one in running:
+                    one.cancel()
+                raise RuntimeError(
+                    f"the server did not answer ({type(failed).__name__}: {failed}): see to it and run again, the "
+                    "answers so far are kept"
+                ) from failed
+
+
+__all__ = ["ResponseFile", "answer_by_server", "answer_in_process", "prompt_messages", "regenerate"]

@@ -1,0 +1,248 @@
+"""`transformers-dflash train`, as its users run it: from prompts to a draft, cut and gone on, on two processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import InferenceClient
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from transformers_dflash.training.command import train_command
+from transformers_dflash.training.regenerate import ResponseFile, answer_by_server, answer_in_process, regenerate
+
+PROGRAM = str(Path(sys.executable).with_name("transformers-dflash"))
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+NEW_DRAFT = ["--num_layers", "2", "--taps", "1", "3", "--block_size", "6"]
+QUIET = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--eval_prompts", "2", "--eval_new_tokens", "8"]
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory, smollm2_tokenizer) -> Path:
+    """A tiny random model with the real tokenizer."""
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(smollm2_tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    smollm2_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> Path:
+    """Answers as token ids."""
+    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(100, 200, (n,), generator=generator).tolist()  # noqa: E731
+    rows = [{"prompt": draw(5), "response": draw(10 + number)} for number in range(13)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(*arguments, timeout=240) -> subprocess.CompletedProcess:
+    command = [PROGRAM, "train", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
+
+
+@pytest.mark.slow
+def test_from_prompts_to_a_draft_that_decodes(target_folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"What is {n} plus {n}?"} for n in range(11)] + [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "not the target's"}]}
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = tmp_path / "draft"
+    options = ["--target", target_folder, "--prompts", prompts, "--output_dir", output, "--answer_new_tokens", 12]
+    options += ["--max_steps", 3, "--learning_rate", 1e-3, "--save_strategy", "no", "--eval_strategy", "epoch"]
+    done = train(*options, "--answer_batch", 5, "--target_dtype", "float32", *NEW_DRAFT, *QUIET)
+    assert done.returncode == 0, done.stderr
+    assert "taps [1, 3], mask token 16; 11 documents" in done.stdout
+    assert "eval_acceptance_length" in done.stdout
+
+    answered = [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in answered] == list(range(12))
+    target = AutoModelForCausalLM.from_pretrained(target_folder)
+    alone = torch.tensor([answered[3]["prompt"]])
+    expected = target.generate(alone, attention_mask=torch.ones_like(alone), max_new_tokens=12, do_sample=False)
+    assert answered[3]["response"] == expected[0, alone.shape[1] :].tolist()  # padded to a batch, the same
+
+    draft = AutoModel.from_pretrained(output)
+    assert draft.dtype == torch.bfloat16
+    assert draft.config.target_name_or_path == str(target_folder)
+    decoded = target.generate(
+        alone, attention_mask=torch.ones_like(alone), max_new_tokens=12, do_sample=False, assistant_model=draft
+    )
+    assert decoded.tolist() == expected.tolist()
+
+
+def losses(output: Path) -> list[float]:
+    last = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_losses_of_an_unbroken_one(target_folder, answers, tmp_path):
+    options = ["--target", target_folder, "--data", answers, "--num_train_epochs", 3, "--logging_steps", 1]
+    options += ["--per_device_train_batch_size", 2, "--save_steps", 1, "--learning_rate", 1e-3, *NEW_DRAFT, *QUIET]
+    whole = train(*options, "--output_dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+
+    cut = tmp_path / "cut"
+    command = [PROGRAM, "train", *map(str, options), "--output_dir", str(cut)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        while not (cut / "checkpoint-4" / "trainer_state.json").is_file():  # amid the first epoch
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert not (cut / "model.safetensors").exists()
+    again = train(*options, "--output_dir", cut)
+    assert again.returncode == 0, again.stderr
+    assert len(losses(tmp_path / "whole")) == 18
+    assert losses(cut) == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one(target_folder, answers, tmp_path):
+    options = ["--target", target_folder, "--data", answers, "--max_steps", 3, "--logging_steps", 1]
+    options += ["--save_steps", 3, "--learning_rate", 1e-3, "--target_dtype", "float32", *NEW_DRAFT, *QUIET]
+    alone = train(*options, "--output_dir", tmp_path / "alone", "--per_device_train_batch_size", 4)
+    assert alone.returncode == 0, alone.stderr
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611"]
+    command = [*launcher, PROGRAM, "train", *map(str, options), "--output_dir", str(tmp_path / "two")]
+    both = subprocess.run(
+        [*command, "--per_device_train_batch_size", "2", "--ddp_backend", "gloo"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=ENVIRONMENT,
+    )
+    assert both.returncode == 0, both.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    one, two = (AutoModel.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("alone", "two"))
+    for name, weight in one.state_dict().items():
+        torch.testing.assert_close(two.state_dict()[name], weight, atol=1e-2, rtol=1e-2)  # both were cut to bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --target, and --prompts"),
+        (["--target", "x", "--data", "z", "--loss_type", "mse"], "loss_type is one of ce, kl, dpace; got 'mse'"),
+        (["--target", "x", "--data", "z", "--lora_rank", "4"], "name it with --draft"),
+        (["--target", "x", "--data", "z", "--anchors_per_document", "0"], "must be at least 1, got 0"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train_command([*arguments, "--output_dir", str(tmp_path)])
+
+
+def test_what_goes_wrong_ends_in_one_sentence(tmp_path):
+    done = train("--target", tmp_path, "--output_dir", tmp_path / "out", "--data", tmp_path / "missing.jsonl")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("transformers-dflash: ")
+
+
+def test_answers_go_on_after_a_cut_and_none_is_lost_or_made_twice(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    rows = [{"prompt": f"question {n}"} for n in range(6)]
+    asked = []
+
+    def answer(missing):
+        for index, row in missing:
+            if index == 3 and not ResponseFile(path).done >= {0, 1, 2, 4}:
+                raise RuntimeError("gone")
+            asked.append(index)
+            yield [{"index": index, "prompt": row["prompt"], "response": "é"}]
+
+    with pytest.raises(RuntimeError):
+        regenerate(rows, path, answer)
+    with path.open("a") as file:
+        file.write('{"index": 4, "prom')  # cut off while it was written
+    with pytest.raises(RuntimeError):
+        regenerate(rows, path, answer)
+    ResponseFile(path).add([{"index": 4, "response": "x"}])
+    regenerate(rows, path, answer)
+    assert asked == [0, 1, 2, 3, 5]
+    assert sorted(json.loads(line)["index"] for line in path.read_text().splitlines()) == list(range(6))
+
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match="line 1 is no answered row"):
+        regenerate(rows, path, answer)
+
+
+class StandInServer(BaseHTTPRequestHandler):
+    """Speaks as much of the OpenAI protocol as a chat completion needs; a real engine cannot be had in a test."""
+
+    fails = False
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        status = 500 if StandInServer.fails and "3" in request["messages"][0]["content"] else 200
+        message = {"role": "assistant", "content": "to " + request["messages"][-1]["content"]}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        reply = {"id": "1", "created": 1, "model": request["model"], "object": "chat.completion", "choices": [choice]}
+        reply |= {"system_fingerprint": "", "usage": {"completion_tokens": 1, "prompt_tokens": 1, "total_tokens": 2}}
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args):
+        pass
+
+
+def test_a_server_answers_and_a_failure_keeps_what_was_answered(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandInServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = InferenceClient(base_url=f"http://127.0.0.1:{server.server_port}", timeout=10)
+    rows = [{"prompt": f"question {n}"} for n in range(8)]
+    path = tmp_path / "answers.jsonl"
+
+    def answer(missing):
+        return answer_by_server(missing, client, "model", concurrency=3, max_new_tokens=5)
+
+    StandInServer.fails = True
+    with pytest.raises(RuntimeError, match="the server did not answer"):
+        regenerate(rows, path, answer)
+    kept = {json.loads(line)["index"] for line in path.read_text().splitlines()}
+    assert kept >= {0, 1}
+    assert 3 not in kept
+    StandInServer.fails = False
+    regenerate(rows, path, answer)
+    answered = {row["index"]: row for row in map(json.loads, path.read_text().splitlines())}
+    assert sorted(answered) == list(range(8))
+    assert answered[5]["messages"][-1] == {"role": "assistant", "content": "to question 5"}
+    server.shutdown()
+
+
+def test_sampled_answers_do_not_depend_on_where_a_run_was_cut(target_folder, smollm2_tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(target_folder)
+    rows = list(enumerate({"prompt": f"question {n}"} for n in range(4)))
+    options = {"batch_size": 2, "max_new_tokens": 6, "temperature": 1.0}
+    whole = [row for batch in answer_in_process(rows, model, smollm2_tokenizer, **options) for row in batch]
+    rest = [row for batch in answer_in_process(rows[2:], model, smollm2_tokenizer, **options) for row in batch]
+    assert whole[2:] == rest
+    assert whole[0]["response"] != whole[2]["response"]

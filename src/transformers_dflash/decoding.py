@@ -280,7 +280,7 @@ def dflash_decoding(
                 ids = input_ids[:, : length + committed - 1]
                 model(**_block_inputs(model, ids, committed - 1, model_kwargs), return_dict=True)
             cached_length += committed
-            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=committed)
+            model_kwargs = _grown(model, outputs, model_kwargs, committed)
             del outputs
             statistics.add_round(k, committed, accepted)
             statistics.drafting_seconds += drafted - clock
@@ -307,15 +307,25 @@ def _block_inputs(
 ) -> dict[str, Any]:
     """The target's inputs for the anchor and the candidates; masks and positions grow as the model does it."""
     if num_candidates:
-        model_kwargs = model._update_model_kwargs_for_generation(
-            ModelOutput(), dict(model_kwargs), num_new_tokens=num_candidates
-        )
+        model_kwargs = _grown(model, ModelOutput(), dict(model_kwargs), num_candidates)
     inputs = model.prepare_inputs_for_generation(
         block_ids, next_sequence_length=num_candidates + 1, is_first_iteration=False, **model_kwargs
     )
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = num_candidates + 1
     return inputs
+
+
+def _grown(model: PreTrainedModel, outputs: ModelOutput, model_kwargs: dict[str, Any], num_new: int) -> dict[str, Any]:
+    """The target's masks, positions and token types for `num_new` more tokens, as that many single steps make them.
+
+    One call for all of them repeats the last `num_new` token types, where single steps repeat the last one.
+    """
+    if model_kwargs.get("token_type_ids") is None:
+        return model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=num_new)
+    for _ in range(num_new):
+        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    return model_kwargs
 
 
 def _cached_tokens(cache: Cache) -> int | None:

@@ -1,0 +1,220 @@
+"""Targets that see images: the prompt's images count as context, positions are those of tokens, output stays plain."""
+
+import pytest
+import torch
+import transformers
+from conftest import CACHE, COMMON, VOCAB, WINDOW, make_draft
+from oracle import count_forwards, expected_forwards, oracle
+from test_decoding import target_logits
+from transformers import DynamicCache
+
+from transformers_dflash.target import decoder_layers
+
+NEW_TOKENS = 24
+IMAGE, VIDEO, START, END, MASK_ID = 30, 29, 28, 27, 31
+SPECIAL = [IMAGE, VIDEO, START, END]
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+QWEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "tie_word_embeddings": False,
+}
+QWEN_VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+QWEN_VISION |= {"initializer_range": 0.2, "out_hidden_size": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 8,
+    "initializer_range": 0.2,
+}
+GEMMA3 = {
+    **COMMON,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 8,
+}
+
+
+def qwen(name, text, vision, ids=QWEN_IDS):
+    return f"{name}ForConditionalGeneration", {"text_config": {**COMMON, **text}, "vision_config": vision, **ids}
+
+
+def llava(name, text, **fields):
+    fields = {"image_token_index": IMAGE, "image_token_id": IMAGE, "tie_word_embeddings": False} | fields
+    return f"{name}ForConditionalGeneration", {"text_config": text, **fields}
+
+
+QWEN3_VISION = {**QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+QWEN35_VISION = {**QWEN_VISION, "num_position_embeddings": 16}
+CLIP = {**TOWER, "model_type": "clip_vision_model"}
+SIGLIP = {**TOWER, "model_type": "siglip_vision_model"}
+WINDOWED = {**COMMON, "model_type": "mistral", "sliding_window": WINDOW}
+MODELS = {
+    "qwen2_5_vl": qwen(
+        "Qwen2_5_VL", {"rope_parameters": MROPE}, {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
+    ),
+    "qwen3_vl": qwen("Qwen3VL", {"rope_parameters": MROPE}, QWEN3_VISION),
+    "qwen3_vl_moe": qwen("Qwen3VLMoe", {"rope_parameters": MROPE, **EXPERTS}, QWEN3_VISION),
+    "qwen3_5": qwen("Qwen3_5", DELTA, QWEN35_VISION),
+    "qwen3_5_moe": qwen("Qwen3_5Moe", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16}, QWEN35_VISION),
+    "gemma3": llava("Gemma3", GEMMA3, vision_config=SIGLIP, mm_tokens_per_image=4, tie_word_embeddings=True),
+    "llava": llava("Llava", {**COMMON, "model_type": "llama"}, vision_config=CLIP, vision_feature_layer=-1),
+    "llava_windowed": llava("Llava", WINDOWED, vision_config=CLIP, vision_feature_layer=-1),
+    "paligemma": llava("PaliGemma", {**COMMON, "model_type": "gemma"}, vision_config=SIGLIP, projection_dim=32),
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> dict:
+    return {}
+
+
+def target_of(made, name):
+    class_name, fields = MODELS[name]
+    if name not in made:
+        model_class = getattr(transformers, class_name)
+        torch.manual_seed(0)
+        config = model_class.config_class(**fields)
+        for part in (config, config.get_text_config(decoder=True)):
+            part._attn_implementation = "eager"
+        made[name] = model_class(config).eval()
+        for parameter_name, parameter in made[name].named_parameters():
+            if "mm_input_projection" in parameter_name:  # zero in a new model: images would not matter
+                torch.nn.init.normal_(parameter, std=0.2)
+    return made[name]
+
+
+def draft_of(target):
+    shape = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None}
+    return make_draft(target, **shape)
+
+
+def image_inputs(name, num_images=1, seed=0) -> dict:
+    """A prompt with images of four tokens each, as the family's processor would lay it out."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(length):
+        return torch.randint(2, END, (length,), generator=generator).tolist()
+
+    ids = text(4)
+    for _ in range(num_images):
+        ids += [START] + [IMAGE] * 4 + [END] + text(3)
+    ids = torch.tensor([ids])
+    types = (ids == IMAGE).long()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if name.startswith("qwen"):
+        inputs["pixel_values"] = torch.randn(16 * num_images, 3 * 2 * 4 * 4, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * num_images)
+        return inputs | {"mm_token_type_ids": types}
+    inputs["pixel_values"] = torch.randn(num_images, 3, 8, 8, generator=generator)
+    if name == "paligemma":
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    return inputs | ({"token_type_ids": types} if name == "gemma3" else {})
+
+
+def greedy(target, inputs, draft=None, **options):
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0} | options
+    return target.generate(**inputs, assistant_model=draft, suppress_tokens=SPECIAL, **options)
+
+
+def stateless_draft_logits(target, draft, inputs, ids, k):
+    """The draft's logits after `ids`, with nothing cached on either side; positions are counts of tokens."""
+    states, hooks = {}, []
+    for n, layer in enumerate(decoder_layers(target)):
+        hooks.append(
+            layer.register_forward_hook(
+                lambda _m, _i, out, n=n: states.update({n: out if isinstance(out, torch.Tensor) else out[0]})
+            )
+        )
+    grown = {key: value for key, value in inputs.items() if key.startswith(("pixel", "image"))}
+    for key in ("token_type_ids", "mm_token_type_ids"):
+        if key in inputs:
+            more = ids.shape[1] - inputs[key].shape[1]
+            answer = int(target.config.model_type == "paligemma")  # there 0 is the prompt, which sees all of itself
+            grown[key] = torch.cat([inputs[key], inputs[key].new_full((1, more), answer)], dim=1)
+    target(input_ids=ids, use_cache=False, **grown)
+    for hook in hooks:
+        hook.remove()
+    features = torch.cat([states[tap] for tap in draft.config.target_layer_ids], dim=-1)[:, :-1]
+    block = torch.tensor([[int(ids[0, -1])] + [draft.config.mask_token_id] * k])
+    hidden = draft(target.get_input_embeddings()(block), features).last_hidden_state[:, 1:]
+    return target_logits(target, hidden)[0]
+
+
+@pytest.mark.parametrize("num_right", range(6))
+@pytest.mark.parametrize("name", MODELS)
+def test_oracle_candidates_give_plain_output(made, name, num_right):
+    target, inputs = target_of(made, name), image_inputs(name)
+    answer = greedy(target, inputs)
+    with oracle(torch.cat([answer, answer], dim=1), num_right, VOCAB), count_forwards(target) as calls:
+        assert torch.equal(greedy(target, inputs, draft_of(target)), answer)
+    if not name.startswith("qwen3_5"):  # recurrent layers replay what was accepted
+        assert len(calls) == expected_forwards(NEW_TOKENS, num_right)
+
+
+@pytest.mark.parametrize("num_images", [0, 1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_draft_logits_of_every_round_equal_a_stateless_recompute(made, name, num_images):
+    target, inputs = target_of(made, name), image_inputs(name, num_images)
+    if not num_images:
+        inputs = {key: value for key, value in inputs.items() if not key.startswith(("pixel", "image"))}
+    draft, answer = draft_of(target), greedy(target, inputs)
+    with torch.no_grad(), oracle(torch.cat([answer, answer], dim=1), 2, VOCAB) as rounds:
+        assert torch.equal(greedy(target, inputs, draft), answer)
+        for each in rounds:
+            expected = stateless_draft_logits(target, draft, inputs, each["input_ids"], len(each["logits"]))
+            torch.testing.assert_close(each["logits"], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_image_matters(made, name):
+    """Else the tests above would not see it lost."""
+    target = target_of(made, name)
+    inputs = image_inputs(name)
+    other = inputs | {"pixel_values": -inputs["pixel_values"]}
+    with torch.no_grad():
+        assert not torch.allclose(target(**inputs).logits[:, -1], target(**other).logits[:, -1], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_second_turn_on_a_passed_on_cache(made, name):
+    target, inputs = target_of(made, name), image_inputs(name)
+    draft, outputs = draft_of(target), []
+    first = greedy(target, inputs)
+    for assistant in (None, draft):
+        cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+        ids = greedy(target, inputs, assistant, **{CACHE: cache})
+        assert torch.equal(ids, first)
+        ids = torch.cat([ids, torch.tensor([[5, 6, 7]])], dim=1)
+        more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        outputs.append(greedy(target, more, assistant, **{CACHE: cache}))
+    assert torch.equal(*outputs)
+
+
+def test_token_types_of_a_block_are_those_of_single_steps():
+    """Every new token has the type of the prompt's last one, though a block is longer than that part of the prompt."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128}
+    config = transformers.GPT2Config(**sizes, initializer_range=0.2, bos_token_id=1, eos_token_id=None)
+    target = transformers.GPT2LMHeadModel(config).eval()
+    draft = make_draft(target, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    ids = torch.randint(2, END, (1, 9))
+    inputs = {"input_ids": ids, "token_type_ids": torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13]])}
+    answer = greedy(target, inputs)
+    for num_right in (0, 2, 5):
+        with oracle(torch.cat([answer, answer], dim=1), num_right, VOCAB), count_forwards(target) as calls:
+            assert torch.equal(greedy(target, inputs, draft), answer)
+        assert len(calls) == expected_forwards(NEW_TOKENS, num_right)

@@ -1,4 +1,7 @@
-"""Try a draft on every causal language model class of the installed Transformers, tiny and random, one process each.
+"""Try a draft on every class of the installed Transformers that writes text, tiny and random, one process each.
+
+These are the causal language models and the models of text and images; the latter are prompted with text here, and
+with images in `test_multimodal.py`.
 
 For each class a small random model is made, plain greedy output is taken as the truth, and drafted output is compared
 with it for candidates of which 0, 2 and 5 are right a round, well past the sliding window; then the draft's own logits
@@ -29,7 +32,11 @@ import transformers
 from conftest import VOCAB, WINDOW, make_draft, prompt
 from oracle import oracle
 from test_decoding import stateless_draft_logits
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 NEW_TOKENS = 3 * WINDOW
 MEMORY = 4 << 30  # a class whose small model would take more is not made
@@ -102,6 +109,20 @@ SMALL = {
     "attention_window_size": WINDOW,
     "lru_width": 32,
 }
+TOWER = SMALL | {  # of what is not the text model
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_heads": 4,
+    "embed_dim": 32,
+    "out_hidden_size": 32,
+    "projection_dim": 32,
+    "patch_size": 4,
+    "image_size": 16,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "fullatt_block_indexes": [1],
+}
+MROPE_FAMILIES = ("Qwen2VLText", "Qwen2_5_VLText", "Glm4vText", "Glm46VText", "GlmOcrText", "PaddleOCRText")
 DRAFT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -112,12 +133,22 @@ DRAFT = {
 }
 
 
-def small_config(config_class):
-    """A config of a class with all its known sizes made small."""
+def small_config(config_class, sizes=SMALL):
+    """A config of a class with all its known sizes made small, and those of its parts."""
     names = {field.name for field in dataclasses.fields(config_class)}
-    values = {name: value for name, value in SMALL.items() if name in names}
+    values = {name: value for name, value in sizes.items() if name in names}
     if "layer_types" in names:  # the class's own pattern, for four layers
         values["layer_types"] = None
+    parts = config_class.sub_configs
+    default = config_class() if AutoConfig in parts.values() else None
+    for name, part_class in parts.items():
+        if part_class is AutoConfig:
+            if getattr(default, name, None) is None:
+                continue
+            part_class = type(getattr(default, name))
+        values[name] = small_config(part_class, SMALL if "text" in name else TOWER)
+    if config_class.__name__.startswith(MROPE_FAMILIES) and "num_key_value_heads" in names:
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     return config_class(**values)
 
 
@@ -182,7 +213,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     fork = multiprocessing.get_context("fork")  # so that Transformers is imported once
-    names = arguments.only or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    names = arguments.only or sorted(causal | image_text_classes())
     rows = []
     for name in names:
         queue, start = fork.Queue(), time.perf_counter()
@@ -210,13 +242,32 @@ def main() -> None:
             "output with candidates of which some are right, compared with plain `generate`, and the draft's logits",
             "with a recompute.",
             "",
-            "| class | outcome | |",
-            "|---|---|---|",
+            *table(row for row in rows if row[0] in causal),
+            "",
+            "## Text and images",
+            "",
+            "The further classes that take images, prompted with text; `tests/test_multimodal.py` puts images in.",
+            "",
+            *table(row for row in rows if row[0] not in causal),
         ]
-        for name, word, why in rows:
-            lines.append(f"| {name} | {word} | {'' if word == 'exact' else why.replace('|', '/')} |")
         arguments.write.write_text("\n".join(lines) + "\n")
     sys.exit(counts["wrong"] > 0)
+
+
+def image_text_classes() -> set[str]:
+    """Names of the classes that take text and images and give text."""
+    names = set()
+    for value in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        names.update([value] if isinstance(value, str) else value)
+    return names
+
+
+def table(rows) -> list[str]:
+    """Lines of a table of outcomes."""
+    lines = ["| class | outcome | |", "|---|---|---|"]
+    return lines + [
+        f"| {name} | {word} | {'' if word == 'exact' else why.replace('|', '/')} |" for name, word, why in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def stateless_draft_logits(target, draft, ids, k):
         hook.remove()
     features = torch.cat([states[tap] for tap in draft.config.target_layer_ids], dim=-1)[:, :-1]  # all but the anchor
     block = torch.tensor([[int(ids[0, -1])] + [draft.config.mask_token_id] * k])
-    hidden = draft(target.get_input_embeddings()(block), features).last_hidden_state[:, 1:]
+    embedding = target.get_input_embeddings()
+    # Drafts of a family with a norm in its embedding are given the raw rows.
+    embeds = embedding.weight[block] if hasattr(embedding, "embed_norm") else embedding(block)
+    hidden = draft(embeds, features).last_hidden_state[:, 1:]
     return target_logits(target, hidden)[0]
 
 

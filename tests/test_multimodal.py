@@ -8,6 +8,7 @@ from oracle import count_forwards, expected_forwards, oracle
 from test_decoding import target_logits
 from transformers import DynamicCache
 
+from transformers_dflash import DFlashDraftConfig
 from transformers_dflash.target import decoder_layers
 
 NEW_TOKENS = 24
@@ -45,6 +46,7 @@ GEMMA3 = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "query_pre_attn_scalar": 8,
+    "final_logit_softcapping": 5.0,  # which only the class without images applies
 }
 
 
@@ -73,6 +75,9 @@ MODELS = {
     "gemma3": llava("Gemma3", GEMMA3, vision_config=SIGLIP, mm_tokens_per_image=4, tie_word_embeddings=True),
     "llava": llava("Llava", {**COMMON, "model_type": "llama"}, vision_config=CLIP, vision_feature_layer=-1),
     "llava_windowed": llava("Llava", WINDOWED, vision_config=CLIP, vision_feature_layer=-1),
+    "cohere_text": llava(  # its text config has a factor that the class around it leaves out
+        "Llava", {**COMMON, "model_type": "cohere", "logit_scale": 0.25}, vision_config=CLIP, vision_feature_layer=-1
+    ),
     "paligemma": llava("PaliGemma", {**COMMON, "model_type": "gemma"}, vision_config=SIGLIP, projection_dim=32),
 }
 
@@ -218,3 +223,10 @@ def test_token_types_of_a_block_are_those_of_single_steps():
         with oracle(torch.cat([answer, answer], dim=1), num_right, VOCAB), count_forwards(target) as calls:
             assert torch.equal(greedy(target, inputs, draft), answer)
         assert len(calls) == expected_forwards(NEW_TOKENS, num_right)
+
+
+def test_special_tokens_of_a_draft_where_the_text_config_has_none():
+    config = transformers.Qwen3VLConfig(bos_token_id=3, eos_token_id=4)
+    made = DFlashDraftConfig.from_target(config, MASK_ID)
+    assert (made.bos_token_id, made.eos_token_id) == (3, 4)
+    assert made.hidden_size == config.text_config.hidden_size

@@ -328,15 +328,15 @@ class DFlashDraftConfig(PreTrainedConfig):
             "max_position_embeddings",
         )
         fields = {name: getattr(text, name) for name in same if name not in overrides}
+        if "head_dim" not in overrides:  # of some families it differs by layer, and asking for it is an error
+            fields["head_dim"] = getattr(text, "head_dim", None)  # not every family has the field
         fields |= {
-            "head_dim": getattr(text, "head_dim", None),  # not every family has the field
             "num_target_layers": text.num_hidden_layers,
             "vocab_size": text.vocab_size,
-            "bos_token_id": text.bos_token_id,
-            "eos_token_id": text.eos_token_id,
-            "pad_token_id": text.pad_token_id,
             "target_name_or_path": target_config._name_or_path or None,
         }
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # of the whole where the text part has none
+            fields[name] = getattr(text, name, getattr(target_config, name, None))
         return cls(mask_token_id=mask_token_id, **(fields | overrides))
 
 

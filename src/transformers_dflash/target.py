@@ -35,7 +35,25 @@ EXACT_RECURRENT_FAMILIES = {
     "zamba2",
 }
 # Attention families whose forward over several tokens on a cache does not equal single steps, or that keep no cache.
-INEXACT_FAMILIES = {"moshi", "openai-gpt", "prophetnet"}
+# Mllama's mask from text to image grows by one row at a time.
+INEXACT_FAMILIES = {"mllama_text_model", "moshi", "openai-gpt", "prophetnet"}
+# Models of images and text whose logits are scaled or capped as the text config says; the others give the bare head's.
+SCALING_WRAPPERS = {
+    "cohere_compass",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "granite4_vision",
+    "granite_docling",
+    "hyperclovax_vision_v2",
+    "inkling",
+    "inkling2",
+    "inkling2_loop",
+    "mistral_large4",
+    "muse_glimmer",
+    "muse_spark",
+    "paligemma",
+}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -95,10 +113,12 @@ class Target:
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """What the family does to logits after its head: Cohere's, Granite's and Muse's factors, Gemma's soft cap."""
         config = self.config
+        if self.model.config is not config and self.model.config.model_type not in SCALING_WRAPPERS:
+            return logits
         if (factor := getattr(config, "logit_scale", None)) is not None:
             logits = logits * factor
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
-            logits = logits / divisor
+            logits = logits * divisor if config.model_type == "hyperclovax" else logits / divisor  # others: Granite's
         if (factor := getattr(config, "output_multiplier", None)) is not None:
             logits = logits * factor
         return soft_cap(logits, getattr(config, "final_logit_softcapping", None))

@@ -47,14 +47,15 @@ endef
 demo: .venv/.demo
 	.venv/bin/transformers-dflash generate --compare < /dev/null
 
+# The tests run on two processes of one thread each.
 test: .venv/.dev
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2
 
 test-quick: .venv/.dev
-	.venv/bin/python -m pytest -m "not slow and not real and not peers"
+	.venv/bin/python -m pytest -n 2 -m "not slow and not real and not peers"
 
 test-floor: .venv-floor/.test
-	.venv-floor/bin/python -m pytest
+	.venv-floor/bin/python -m pytest -n 2
 
 test-versions: test test-floor
 

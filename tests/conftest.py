@@ -163,8 +163,8 @@ def loaded_smollm2(smollm2_tokenizer):
 
 @pytest.fixture
 def smollm2(loaded_smollm2):
-    """The real target in float32, and its tokenizer; on all cores."""
-    torch.set_num_threads(os.cpu_count() or 1)
+    """The real target in float32, and its tokenizer; on all cores, unless other test processes share them."""
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1)
     yield loaded_smollm2
     torch.set_num_threads(1)
 

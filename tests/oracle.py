@@ -9,38 +9,45 @@ from transformers_dflash import DFlashCandidateGenerator
 
 
 @contextmanager
-def oracle(answer: torch.LongTensor, num_right: int, vocab_size: int):
-    """Inside: every block starts with `num_right` tokens of `answer (1, n)` and goes on with wrong ones.
+def oracle(answer: torch.LongTensor, num_right: int | list[int], vocab_size: int):
+    """Inside: every block starts with `num_right` tokens of `answer (b, n)` and goes on with wrong ones.
 
-    Yields a list that collects, per round, the ids before it and the draft's own logits `(k, V)`.
+    With a list, sequence i of a batch uses entry i; sequences are told apart by what is committed of them.
+
+    Yields a list that collects, per round, the ids before it, the draft's own logits `(k, V)` and, of a batch, those
+    of all rows with their ids.
     """
     drafted = []
-    original_choice = DFlashCandidateGenerator.get_candidates
+    original_choice = DFlashCandidateGenerator.draft_rows
     original_logits = DFlashCandidateGenerator._logits
+    counts = [num_right] * len(answer) if isinstance(num_right, int) else num_right
 
     def draft_logits(self, hidden):
         logits = original_logits(self, hidden)
-        drafted[-1]["logits"] = logits[0]
+        drafted[-1]["logits"], drafted[-1]["all_logits"] = logits[0], logits
         return logits
 
-    def get_candidates(self, input_ids, **kwargs):
-        drafted.append({"input_ids": input_ids, "context_before": len(self.cache)})
-        ids, _ = original_choice(self, input_ids, **kwargs)
-        length = input_ids.shape[1]
-        k = ids.shape[1] - length
+    def draft_rows(self, rows, max_candidates=None):
+        drafted.append({"input_ids": rows[0], "rows": rows, "context_before": len(self.cache)})
+        candidates, _ = original_choice(self, rows, max_candidates)
+        k = candidates.shape[1]
         if k == 0:
             drafted.pop()
-            return ids, None
+            return candidates, None
         drafted[-1]["context"] = len(self.cache)
-        candidates = answer[:, length : length + k].clone()
-        candidates[:, num_right:] = (candidates[:, num_right:] + 1) % vocab_size
-        return torch.cat([input_ids, candidates], dim=1), None
+        for row, ids in enumerate(rows):
+            length = ids.shape[1]
+            which = next(i for i, whole in enumerate(answer) if whole[:length].tolist() == ids[0].tolist())
+            right = answer[which, length : length + k].clone()
+            right[counts[which] :] = (right[counts[which] :] + 1) % vocab_size
+            candidates[row, : len(right)] = right
+        return candidates, None
 
-    DFlashCandidateGenerator.get_candidates, DFlashCandidateGenerator._logits = get_candidates, draft_logits
+    DFlashCandidateGenerator.draft_rows, DFlashCandidateGenerator._logits = draft_rows, draft_logits
     try:
         yield drafted
     finally:
-        DFlashCandidateGenerator.get_candidates = original_choice
+        DFlashCandidateGenerator.draft_rows = original_choice
         DFlashCandidateGenerator._logits = original_logits
 
 

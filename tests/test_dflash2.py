@@ -121,16 +121,17 @@ def test_candidates_follow_the_path_that_the_selector_prefers(target, draft2, op
     seen = []
     original = DFlashCandidateGenerator._choose_one_by_one
 
-    def spy(self, input_ids, logits, hidden=None):
-        ids, scores = original(self, input_ids, logits, hidden)
-        seen.append((input_ids, logits, hidden, ids))
-        return ids, scores
+    def spy(self, processors, input_ids, logits, hidden):
+        tokens, scores = original(self, processors, input_ids, logits, hidden)
+        seen.append((input_ids, logits, hidden, torch.cat([input_ids, tokens], dim=1)))
+        return tokens, scores
 
     DFlashCandidateGenerator._choose_one_by_one = spy
     try:
         plain(target, prompt(7), assistant_model=draft2, max_new_tokens=8, **options)
     finally:
         DFlashCandidateGenerator._choose_one_by_one = original
+    assert seen
     for input_ids, logits, hidden, ids in seen:
         prefix = input_ids
         for row, state in zip(logits, hidden, strict=True):

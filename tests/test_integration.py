@@ -93,7 +93,6 @@ def test_transformers_own_path_drafts_what_ours_drafts(target):
 
 REFUSALS = {
     "beam search": ({"num_beams": 3}, r"greedy search and sampling.*num_beams=3"),
-    "several return sequences": ({"num_return_sequences": 2, "do_sample": True}, r"got 2 .*num_return_sequences"),
     "no cache": ({"use_cache": False}, r"needs the target's cache"),
     "synced gpus": ({"synced_gpus": True}, r"synced_gpus=True"),
     "ensemble weight": ({"assistant_ensemble_weight": 0.5, "do_sample": True}, r"assistant_ensemble_weight"),
@@ -109,11 +108,6 @@ def test_what_cannot_be_served_is_refused_before_any_work(target, draft, request
         greedy(target, prompt(7), draft, **options)
     hook.remove()
     assert not calls
-
-
-def test_batches_are_refused(target, draft):
-    with pytest.raises(ValueError, match="one sequence at a time, got 2"):
-        greedy(target, prompt(7).expand(2, -1), draft)
 
 
 def test_encoder_decoder_targets_are_refused(draft):

@@ -111,14 +111,9 @@ def test_sampled_sequences_follow_the_law_of_the_target(pair, case):
     assert p_value(counts, enumerated_law(target, warp)) > 1e-3
 
 
-def greedy_law_as_sampled(original):
-    """A fault: candidates are drawn greedily, and verified as if they were drawn from q."""
-
-    def choose(self, input_ids, logits):
-        _, scores = original(self, input_ids, logits)
-        return torch.cat([input_ids, logits.argmax(-1)[None]], dim=1), scores
-
-    return choose
+def picks_greedily(_self, scores):
+    """A fault: candidates are chosen greedily, and verified as if they were drawn from q."""
+    return scores.argmax(-1, keepdim=True)
 
 
 def no_residual(p, _q, _candidate):
@@ -132,8 +127,7 @@ def test_a_broken_verification_is_seen(pair, monkeypatch, fault):
     """Negative controls: with a known fault the same test must fail."""
     target, draft = pair
     if fault == "wrong-q":
-        generator = candidate_generator.DFlashCandidateGenerator
-        monkeypatch.setattr(generator, "_choose_at_once", greedy_law_as_sampled(generator._choose_at_once))
+        monkeypatch.setattr(candidate_generator.DFlashCandidateGenerator, "_pick", picks_greedily)
     else:
         monkeypatch.setattr("transformers_dflash.verification.residual", no_residual)
         monkeypatch.setattr(decoding, "residual", no_residual)

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .cache import ContextCache
+from .cache import ContextCache, right_aligned
 from .modeling_dflash import DFlashDraftModel
 from .processors import all_row_wise, for_draft, process_rows
 from .target import TapRecorder, Target, draft_logits
@@ -41,12 +41,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
         draft: the draft model.
         model: the target.
         generation_config: of this generation: `do_sample` and `max_length` are read.
-        logits_processor: the target's processors; the draft's law is shaped by those of them that are safe to ask
-            about a draft (see `processors`).
+        logits_processors: the target's processors for each row of the batch; the draft's law is shaped by those of
+            them that are safe to ask about a draft (see `processors`).
         context: what the draft knows already, from an earlier call on the same target cache.
 
     Raises:
-        ValueError: the draft cannot belong to this target.
+        ValueError: the draft cannot belong to the target.
     """
 
     requires_model_outputs = True  # the target must have run before the first draft
@@ -56,7 +56,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         draft: DFlashDraftModel,
         model: PreTrainedModel,
         generation_config: GenerationConfig,
-        logits_processor: LogitsProcessorList,
+        logits_processors: list[LogitsProcessorList],
         context: DraftContext | None = None,
     ):
         self.draft = draft
@@ -65,7 +65,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.target.check(draft)
         options = draft.generation_config
         self.do_sample = bool(generation_config.do_sample) and options.do_sample is not False
-        self.logits_processor = for_draft(logits_processor, options.temperature if self.do_sample else None)
+        temperature = options.temperature if self.do_sample else None
+        self.logits_processors = [for_draft(processors, temperature) for processors in logits_processors]
         self.max_candidates = self.config.num_candidates
         if options.num_assistant_tokens is not None:
             self.max_candidates = min(self.max_candidates, options.num_assistant_tokens)
@@ -73,8 +74,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.max_length = generation_config.max_length
 
         self.cache = draft.make_cache() if context is None else context.cache
-        self.features = None if context is None else context.features  # (1, n, taps * H)
-        self.next_position = 0 if context is None else context.next_position
+        self.next_positions = [0 if context is None else context.next_position] * len(logits_processors)
+        # What is committed and not in the cache yet; of row i the first `num_pending[i]` tokens are its own.
+        self.features = None if context is None else context.features  # (b, n, taps * H)
+        self.num_pending = [0 if context is None else context.features.shape[1]] * len(logits_processors)
         self.taps = TapRecorder(
             self.target.layers,
             self.config.target_layer_ids,
@@ -99,35 +102,55 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Take over the features of the prefill.
 
         Args:
-            kept: bool `(n,)` over all that the target's cache holds, False where there is padding; None keeps all.
+            kept: bool `(b, n)` over all that the target's cache holds, False where there is padding; None keeps all.
             num_cached: n, the tokens in the target's cache. It decides positions, since a part of them may have been
                 cached before and have no features here. None where the cache cannot tell: those of the prefill.
 
         Returns:
             n.
         """
-        new = self.taps.take()  # (1, rows, taps * H)
+        new = self.taps.take()  # (b, rows, taps * H)
         num_cached = new.shape[1] if num_cached is None else num_cached
+        counts = [new.shape[1]] * new.shape[0]
+        self.next_positions = [num_cached] * new.shape[0]
         if kept is not None:
-            new = new[:, kept[-new.shape[1] :].to(new.device)]
-        self._append(new)
-        self.next_position = num_cached if kept is None else int(kept.sum())
+            self.next_positions = kept.sum(1).tolist()
+            kept = kept[:, -new.shape[1] :].to(new.device)
+            counts = kept.sum(1).tolist()
+            first = (~kept).long().argsort(dim=1, stable=True)[:, : max(counts)]  # (b, n), the row's own columns first
+            new = new.gather(1, first[:, :, None].expand(-1, -1, new.shape[2]))
+        self._append(new, counts)
         return num_cached
 
-    def commit(self, num_tokens: int) -> None:
-        """Take over the features of the first `num_tokens` rows of a block: the anchor's and accepted candidates'."""
-        self._append(self.taps.take()[:, :num_tokens])
-        self.next_position += num_tokens
+    def commit(self, num_tokens: list[int]) -> None:
+        """Take over the features of each row's first `num_tokens` in a block: of its anchor and what was accepted."""
+        self._append(self.taps.take()[:, : max(num_tokens)], num_tokens)
+        self.next_positions = [a + b for a, b in zip(self.next_positions, num_tokens, strict=True)]
 
-    def _append(self, new: torch.Tensor) -> None:
-        pending = self.features is not None and self.features.shape[1] > 0
-        self.features = torch.cat([self.features, new], dim=1) if pending else new  # (1, n, taps * H)
+    def _append(self, new: torch.Tensor, counts: list[int]) -> None:
+        """Add features `(b, n, taps * H)`, of which the first `counts[i]` are row i's own."""
+        if not any(self.num_pending):
+            self.features, self.num_pending = new, counts
+            return
+        both = torch.cat([self.features, new], dim=1)
+        old = torch.tensor(self.num_pending, device=new.device)[:, None]
+        self.num_pending = [a + b for a, b in zip(self.num_pending, counts, strict=True)]
+        place = torch.arange(max(self.num_pending), device=new.device)
+        columns = torch.where(place < old, place, self.features.shape[1] + place - old).clamp(max=both.shape[1] - 1)
+        self.features = both.gather(1, columns[:, :, None].expand(-1, -1, both.shape[2]))
 
     def context(self, target_length: int) -> DraftContext:
-        """What to keep beside a target cache of `target_length` tokens for the next call."""
-        return DraftContext(self.cache, self.features, target_length, self.next_position)
+        """What to keep beside a target cache of `target_length` tokens for the next call; of a batch of one."""
+        return DraftContext(self.cache, self.features, target_length, self.next_positions[0])
 
-    @torch.no_grad()
+    def select_rows(self, rows: list[int]) -> None:
+        """Go on with some rows of the batch."""
+        self.cache.select_rows(torch.tensor(rows))
+        self.features = self.features[rows]
+        self.num_pending = [self.num_pending[row] for row in rows]
+        self.next_positions = [self.next_positions[row] for row in rows]
+        self.logits_processors = [self.logits_processors[row] for row in rows]
+
     def get_candidates(
         self, input_ids: torch.Tensor, *, max_candidates: int | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -141,69 +164,117 @@ class DFlashCandidateGenerator(CandidateGenerator):
             `(1, n + k)`, the candidates appended, and the processed logits `(1, k, V)` in float32 whose softmax they
             were drawn from; None in place of these where candidates were chosen greedily.
         """
-        k = min(self.max_candidates, self.max_length - input_ids.shape[1] - 1)
+        candidates, scores = self.draft_rows([input_ids], max_candidates)
+        return torch.cat([input_ids, candidates], dim=1), None if scores is None else scores[0][None]
+
+    @torch.no_grad()
+    def draft_rows(
+        self, rows: list[torch.Tensor], max_candidates: int | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Draft a block for every row of the batch.
+
+        Args:
+            rows: `(1, n_i)` each, the ids of a sequence, its anchor last.
+            max_candidates: as in `get_candidates`.
+
+        Returns:
+            Candidates `(b, k)`, and per row the processed logits `(k, V)` in float32 that they were drawn from, or
+            None in place of them all where candidates were chosen greedily.
+        """
+        k = min(self.max_candidates, self.max_length - min(ids.shape[1] for ids in rows) - 1)
         k = k if max_candidates is None else min(k, max_candidates)
         if k <= 0:
-            return input_ids, None
-        hidden = self._draft(input_ids[:, -1:], k)  # (1, k, H)
+            return rows[0].new_empty((len(rows), 0)), None
+        hidden = self._draft(torch.cat([ids[:, -1:] for ids in rows]), k)  # (b, k, H)
         # float32 as in plain generate: besides, argmax over half precision takes twice as long on a CPU.
-        logits = self._logits(hidden)[0].to(input_ids.device, torch.float32)  # (k, V)
-        if self.config.selector_rank is not None:
-            ids, scores = self._choose_one_by_one(input_ids, logits, hidden[0])
-        elif all_row_wise(self.logits_processor):
-            ids, scores = self._choose_at_once(input_ids, logits)
-        else:
-            ids, scores = self._choose_one_by_one(input_ids, logits)
+        logits = self._logits(hidden).to(rows[0].device, torch.float32)  # (b, k, V)
+        selects = self.config.selector_rank is not None
+        chosen, scores = [], []
+        for row, ids in enumerate(rows):
+            processors = self.logits_processors[row]
+            if selects or not all_row_wise(processors):
+                tokens, law = self._choose_one_by_one(processors, ids, logits[row], hidden[row] if selects else None)
+            else:
+                law = process_rows(processors, ids[:, -1:], logits[row])
+                tokens = self._pick(law).T  # (1, k)
+            chosen.append(tokens)
+            scores.append(law)
         if self.confidence_threshold is not None:
             # The confidence of the law, not of the token drawn from it: a choice by the token would bend the output.
-            confidence = scores.softmax(-1).amax(-1)  # (k,)
-            kept = int((confidence.cumprod(0) >= self.confidence_threshold).sum())
-            ids, scores = ids[:, : input_ids.shape[1] + kept], scores[:kept]
-        return ids, scores[None] if self.do_sample else None
+            confidence = torch.stack(scores).softmax(-1).amax(-1).cumprod(1)  # (b, k)
+            k = int((confidence >= self.confidence_threshold).sum(1).max())
+        candidates = torch.cat(chosen)[:, :k]
+        return candidates, [law[:k] for law in scores] if self.do_sample else None
 
-    def _draft(self, anchor: torch.Tensor, k: int) -> torch.Tensor:
-        """Hidden states `(1, k, H)` of the `k` tokens after the anchor; the pending features become context."""
+    def _draft(self, anchors: torch.Tensor, k: int) -> torch.Tensor:
+        """Hidden states `(b, k, H)` of the `k` tokens after `anchors (b, 1)`; pending features become context."""
         draft, config = self.draft, self.config
         num_slots = k if config.sample_from_anchor else k + 1
-        block = torch.full((1, num_slots), config.mask_token_id, dtype=torch.long, device=anchor.device)
-        block[:, :1] = anchor
-        embeds = self.target.embed(block, config.input_embedding_scale)  # (1, slots, H)
-        start = self.next_position - self.features.shape[1]
-        positions = torch.arange(start, self.next_position + num_slots, device=draft.device)[None]
+        block = torch.full((len(anchors), num_slots), config.mask_token_id, dtype=torch.long, device=anchors.device)
+        block[:, :1] = anchors
+        embeds = self.target.embed(block, config.input_embedding_scale)  # (b, slots, H)
+        following = torch.tensor(self.next_positions, device=draft.device)[:, None]  # (b, 1)
+        pending = torch.tensor(self.num_pending, device=draft.device)[:, None]
+        num_new = self.features.shape[1]
+        positions = torch.cat(
+            [
+                following - pending + torch.arange(num_new, device=draft.device),
+                following + torch.arange(num_slots, device=draft.device),
+            ],
+            dim=1,
+        )  # (b, n + slots)
         hidden = draft(
             noise_embeds=embeds.to(draft.device, draft.dtype),
             context_hidden_states=self.features,
             position_ids=positions,
+            attention_mask=self._align_context(num_slots),
             cache=self.cache,
-        ).last_hidden_state[:, -k:]  # (1, k, H)
-        self.features = self.features[:, :0]
+        ).last_hidden_state[:, -k:]  # (b, k, H)
+        self.features, self.num_pending = self.features[:, :0], [0] * len(anchors)
         return hidden
 
+    def _align_context(self, num_slots: int) -> torch.Tensor | None:
+        """Tell the cache how its rows are to lie; gives the mask of the keys `(b, context + slots)` if rows differ."""
+        known = [a - b for a, b in zip(self.next_positions, self.num_pending, strict=True)]
+        held, taken = len(self.cache), torch.tensor(self.num_pending, device=self.draft.device)
+        self.cache.columns = None
+        if len(set(self.next_positions)) == len(set(known)) == 1 and held <= known[0]:  # no row is padded
+            return None
+        self.cache.columns = right_aligned(held, torch.tensor(known, device=self.draft.device), taken)
+        longest = max(self.next_positions)
+        mask = torch.ones(len(known), longest + num_slots, dtype=torch.long, device=self.draft.device)
+        for row, length in enumerate(self.next_positions):
+            mask[row, : longest - length] = 0
+        return mask
+
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(1, k, H) -> (1, k, V)`."""
+        """`(b, k, H) -> (b, k, V)`."""
         return draft_logits(self.draft, self.target, hidden)
 
-    def _choose_at_once(self, input_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose all candidates from logits `(k, V)`, where no place depends on the token before it.
+    def _choose_one_by_one(
+        self,
+        processors: LogitsProcessorList,
+        ids: torch.Tensor,
+        logits: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose a row's candidates from left to right, each place seeing the tokens before it.
+
+        Args:
+            ids: `(1, n)`.
+            logits: `(k, V)`.
+            hidden: `(k, H)` for the draft's selector; None where it has none.
 
         Returns:
-            The ids with the candidates `(1, n + k)`, and the processed logits `(k, V)`.
+            The candidates `(1, k)`, and the processed logits `(k, V)`.
         """
-        scores = process_rows(self.logits_processor, input_ids[:, -1:], logits)
-        tokens = self._pick(scores)  # (k, 1)
-        return torch.cat([input_ids, tokens.T], dim=1), scores
-
-    def _choose_one_by_one(
-        self, input_ids: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose candidates from left to right, each place seeing the tokens before it; with a selector's `hidden`."""
-        ids, rows = input_ids, []
+        length, rows = ids.shape[1], []
         for place, row in enumerate(logits[:, None]):  # (1, V)
             if hidden is not None:
                 row = self.draft.candidate_selector.score(row, hidden[place : place + 1], ids[:, -1])
-            rows.append(self.logits_processor(ids, row) if len(self.logits_processor) else row)
+            rows.append(processors(ids, row) if len(processors) else row)
             ids = torch.cat([ids, self._pick(rows[-1])], dim=1)
-        return ids, torch.cat(rows)
+        return ids[:, length:], torch.cat(rows)
 
     def _pick(self, scores: torch.Tensor) -> torch.Tensor:
         """One token per row of `(rows, V)`, drawn or the best: `(rows, 1)`."""

@@ -1,31 +1,40 @@
-"""The decoding loop: prefill, then rounds of drafting, verifying and committing, for a batch of one.
+"""The decoding loop: prefill, then rounds of drafting, verifying and committing.
 
 It stands where `GenerationMixin._sample` or `_assisted_decoding` would: Transformers has prepared the inputs, the
 cache, the processors and the stopping criteria, and everything here gives what `_sample` would give (greedy: the
 same tokens; sampling: the same law), with the draft's candidates verified a block at a time. The prefill is round
 zero: a block without candidates.
+
+Of a batch, every row accepts its own number of tokens and is decided on its own, as if it were alone; only the
+forwards are shared. Between rounds all is as plain `generate` would have it for prompts of these lengths: rows end at
+the right and shorter ones are padded on the left (see `rollback`). A row that is finished leaves the batch.
 """
 
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
+from .cache import right_aligned
 from .candidate_generator import DFlashCandidateGenerator, DraftContext
 from .modeling_dflash import DFlashDraftModel
-from .outputs import DFlashGenerateOutput, Record, SpeculationStatistics
-from .processors import all_row_wise, process_rows
-from .rollback import Rollback
-from .target import checked_cache
+from .outputs import DFlashGenerateOutput, Record, SpeculationStatistics, padded_steps
+from .processors import all_row_wise, for_row, process_rows
+from .rollback import Rollback, takes_ragged_rows
+from .target import Target, checked_cache
 from .verification import acceptance_probability, match_greedily, residual, sample_speculatively
 
+# The target's inputs that have one entry per token, on their last axis.
+_PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _CONTEXT = "_dflash_context"  # the name under which a target cache that is passed on carries the draft's context
 
 
@@ -152,8 +161,51 @@ class Verifier:
                 return
 
 
+def refuse_what_cannot_be_batched(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    cache: Cache,
+    criteria: StoppingCriteriaList,
+    streamer: BaseStreamer | None,
+) -> None:
+    """Refuse what rows that move at their own pace cannot give.
+
+    Raises:
+        ValueError: one sentence with the culprit and the mend.
+    """
+    alone = "with a DFlash draft it serves one sequence at a time: call generate once per sequence"
+    if not takes_ragged_rows(cache):
+        names = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
+        raise ValueError(f"the target's cache has layers of type {names}; {alone}")
+    if _cached_tokens(cache):
+        raise ValueError(f"the cache that was passed in holds {_cached_tokens(cache)} tokens of a batch; {alone}")
+    if Target(model).rope_depends_on_length:
+        raise ValueError(
+            f"the rotary angles of {type(model).__name__} depend on the longest sequence of a batch; {alone}"
+        )
+    if config.output_attentions or config.output_hidden_states:
+        raise ValueError(
+            "output_attentions and output_hidden_states cannot be given for a batch with a DFlash draft, whose rows "
+            "are not in step: leave them out, or call generate once per sequence"
+        )
+    if streamer is not None:
+        raise ValueError("a streamer shows one sequence, and this is a batch: leave the streamer out")
+    kinds = {type(criterion) for criterion in criteria}
+    if EosTokenCriteria not in kinds and kinds - {MaxLengthCriteria}:
+        raise ValueError(
+            "without an eos token, plain generate goes on with every row of a batch until a stopping criterion holds "
+            f"for all; {alone}"
+        )
+
+
 def refuse_what_cannot_be_served(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, cache: Cache | None, synced_gpus: bool
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    cache: Cache | None,
+    synced_gpus: bool,
+    criteria: StoppingCriteriaList,
+    streamer: BaseStreamer | None,
 ) -> Cache:
     """Refuse, before any work, generations that this loop cannot do right.
 
@@ -167,17 +219,14 @@ def refuse_what_cannot_be_served(
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model, which no DFlash draft serves: drop assistant_model"
         )
-    if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"a DFlash draft serves one sequence at a time, got {input_ids.shape[0]} (batch size times "
-            "num_return_sequences): call generate once per sequence"
-        )
     if synced_gpus:
         raise ValueError(
             "synced_gpus=True (FSDP, DeepSpeed ZeRO-3) needs equal steps on every rank, which a DFlash draft does not "
             "give: drop assistant_model"
         )
     cache = checked_cache(cache, model)
+    if input_ids.shape[0] > 1:
+        refuse_what_cannot_be_batched(model, config, cache, criteria, streamer)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if config.output_attentions and len(cache.layers) not in (0, num_layers):
         raise ValueError(
@@ -223,83 +272,188 @@ def dflash_decoding(
 
     Args:
         model: the target.
-        input_ids: `(1, n)`; empty where the prompt came as `inputs_embeds`.
+        input_ids: `(b, n)`; empty where the prompt came as `inputs_embeds`.
         assistant_model: the draft.
         model_kwargs: the target's further inputs, its cache among them.
 
     Returns:
-        The ids `(1, n + new)`, or a `DFlashGenerateOutput` with `return_dict_in_generate`.
+        The ids `(b, n + new)`, or a `DFlashGenerateOutput` with `return_dict_in_generate`.
 
     Raises:
         ValueError: the request, the target's cache or the draft cannot be served.
     """
     cache_name = "cache" if "cache" in model_kwargs else "past_key_values"  # renamed in Transformers 5.24
     cache = refuse_what_cannot_be_served(
-        model, input_ids, generation_config, model_kwargs.get(cache_name), synced_gpus
+        model,
+        input_ids,
+        generation_config,
+        model_kwargs.get(cache_name),
+        synced_gpus,
+        stopping_criteria,
+        streamer,
     )
-
-    statistics = SpeculationStatistics()
-    record = Record(generation_config)
-    verifier = Verifier(logits_processor, stopping_criteria, generation_config, streamer, record)
-    with DFlashCandidateGenerator(
-        assistant_model, model, generation_config, logits_processor, _take_context(cache, assistant_model)
-    ) as generator:
+    batch_size = len(input_ids)
+    if batch_size == 1:
+        processors = [logits_processor]
+    else:
+        processors = [for_row(logits_processor, row) for row in range(batch_size)]
+    rows = [
+        Row(
+            input_ids[i : i + 1],
+            Verifier(own, stopping_criteria, generation_config, streamer, Record(generation_config)),
+        )
+        for i, own in enumerate(processors)
+    ]
+    statistics = SpeculationStatistics(acceptance_lengths_by_sequence=[row.acceptance_lengths for row in rows])
+    context = _take_context(cache, assistant_model) if batch_size == 1 else None
+    with DFlashCandidateGenerator(assistant_model, model, generation_config, processors, context) as generator:
         clock = time.perf_counter()
         kept = _kept_columns(model_kwargs.get("attention_mask"))
         with generator.observing():
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
         rollback = Rollback(cache)
         cached_length = generator.commit_prompt(kept, _cached_tokens(cache))
-        logits = outputs.logits[0, -1:].to(input_ids.device, copy=True)  # (1, V)
-        record.add_prefill(outputs)
-        input_ids, _ = verifier.commit(input_ids, 0, None, logits)
+        logits = outputs.logits[:, -1:].to(input_ids.device, copy=True)  # (b, 1, V)
+        for i, row in enumerate(rows):
+            row.known = cached_length if kept is None else cached_length - int((kept[i].cumsum(0) == 0).sum())
+            row.verifier.record.add_prefill(outputs)
+            row.ids, _ = row.verifier.commit(row.ids, 0, None, logits[i])
+        if batch_size > 1 and model_kwargs.get("attention_mask") is None:
+            model_kwargs["attention_mask"] = torch.ones(
+                batch_size, cached_length, dtype=torch.long, device=model.device
+            )
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         del outputs
         statistics.prefill_seconds = time.perf_counter() - clock
 
-        while not verifier.finished:
+        active = rows
+        while going := [i for i, row in enumerate(active) if not row.verifier.finished]:
+            if len(going) < len(active):
+                active = [active[i] for i in going]
+                generator.select_rows(going)
+                rollback.select_rows(torch.tensor(going))
+                model_kwargs = _selected(model_kwargs, going)
             clock = time.perf_counter()
-            length = input_ids.shape[1]
-            block_ids, draft_logits = generator.get_candidates(
-                input_ids, max_candidates=_longest_draft(generator, cache, cached_length)
+            candidates, draft_logits = generator.draft_rows(
+                [row.ids for row in active], _longest_draft(generator, cache, cached_length)
             )
-            k = block_ids.shape[1] - length
-            q = None if draft_logits is None else draft_logits[0].softmax(-1)
+            k = candidates.shape[1]
             drafted = time.perf_counter()
 
             rollback.before_block()
+            block_ids = _rectangle([row.ids for row in active], candidates)
             with generator.observing():
                 outputs = model(**_block_inputs(model, block_ids, k, model_kwargs), return_dict=True)
-            logits = outputs.logits[0, -(k + 1) :].to(input_ids.device)  # (k + 1, V)
-            input_ids, accepted = verifier.commit(block_ids, k, q, logits)
-
-            committed = input_ids.shape[1] - length
-            record.add_block(outputs, k + 1, committed, cache)
+            logits = outputs.logits[:, -(k + 1) :].to(input_ids.device)  # (b, k + 1, V)
+            committed = []
+            for i, row in enumerate(active):
+                length = row.ids.shape[1]
+                q = None if draft_logits is None else draft_logits[i].softmax(-1)
+                block = torch.cat([row.ids, candidates[i : i + 1]], dim=1)
+                row.ids, accepted = row.verifier.commit(block, k, q, logits[i])
+                committed.append(row.ids.shape[1] - length)
+                row.acceptance_lengths.append(committed[-1])
+                row.verifier.record.add_block(outputs, k + 1, committed[-1], cache)
+                statistics.add_round(k, committed[-1], accepted)
             generator.commit(committed)
-            if rollback.after_block(k + 1, committed):
-                ids = input_ids[:, : length + committed - 1]
-                model(**_block_inputs(model, ids, committed - 1, model_kwargs), return_dict=True)
-            cached_length += committed
-            model_kwargs = _grown(model, outputs, model_kwargs, committed)
+
+            if len(set(committed)) == 1:
+                if rollback.after_block(k + 1, committed[0]):
+                    ids = active[0].ids[:, :-1]
+                    model(**_block_inputs(model, ids, committed[0] - 1, model_kwargs), return_dict=True)
+                cached_length += committed[0]
+                model_kwargs = _grown(model, outputs, model_kwargs, committed[0])
+            else:
+                known = torch.tensor([row.known for row in active])
+                columns = right_aligned(cached_length, known, torch.tensor(committed))  # (b, n)
+                rollback.after_ragged_block(columns, cached_length + k + 1)
+                model_kwargs = _grown(model, ModelOutput(), model_kwargs, k) if k else model_kwargs
+                model_kwargs = _rearranged(
+                    model_kwargs, columns, known + torch.tensor(committed), cached_length + k + 1
+                )
+                model_kwargs = _grown(model, outputs, model_kwargs, 1)
+                cached_length = columns.shape[1]
+            for row, count in zip(active, committed, strict=True):
+                row.known += count
             del outputs
-            statistics.add_round(k, committed, accepted)
+            statistics.forwards += 1
             statistics.drafting_seconds += drafted - clock
             statistics.verifying_seconds += time.perf_counter() - drafted
-        rollback.close()
-        _keep_context(cache, assistant_model, generator.context(cached_length))
+        if batch_size == 1:
+            rollback.close()
+            _keep_context(cache, assistant_model, generator.context(cached_length))
+        else:
+            rollback.empty()
     if streamer is not None:
         streamer.end()
+    padding = generation_config._pad_token_tensor
+    sequences = _rectangle([row.ids for row in rows], padding=0 if padding is None else int(padding), left=False)
     if not generation_config.return_dict_in_generate:
-        return input_ids
+        return sequences
+    records = [row.verifier.record for row in rows]
     return DFlashGenerateOutput(
-        sequences=input_ids,
-        scores=record.scores,
-        logits=record.logits,
-        attentions=record.attentions,
-        hidden_states=record.hidden_states,
+        sequences=sequences,
+        scores=padded_steps([record.scores for record in records]),
+        logits=padded_steps([record.logits for record in records]),
+        attentions=records[0].attentions,
+        hidden_states=records[0].hidden_states,
         speculation=statistics,
-        **{cache_name: cache},
+        **({cache_name: cache} if batch_size == 1 else {}),
     )
+
+
+@dataclass
+class Row:
+    """One sequence of the batch.
+
+    Args:
+        ids: `(1, n)`, what is committed.
+        verifier: decides what is.
+        known: columns of the target's cache that are its own; those before them are padding.
+        acceptance_lengths: committed tokens of each of its rounds.
+    """
+
+    ids: torch.Tensor
+    verifier: Verifier
+    known: int = 0
+    acceptance_lengths: list[int] = field(default_factory=list)
+
+
+def _rectangle(
+    rows: list[torch.Tensor], following: torch.Tensor | None = None, padding: int = 0, left: bool = True
+) -> torch.Tensor:
+    """Rows of ids `(1, n_i)` as one tensor `(b, n)`, with `following (b, k)` behind them."""
+    longest = max(row.shape[1] for row in rows)
+    sides = [(longest - row.shape[1], 0) if left else (0, longest - row.shape[1]) for row in rows]
+    together = torch.cat([F.pad(row, side, value=padding) for row, side in zip(rows, sides, strict=True)])
+    return together if following is None else torch.cat([together, following], dim=1)
+
+
+def _selected(model_kwargs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """The target's inputs for some rows of the batch."""
+    own = {name: model_kwargs[name] for name in _PER_TOKEN if model_kwargs.get(name) is not None}
+    return model_kwargs | {name: value[..., rows, :] for name, value in own.items()}
+
+
+def _rearranged(
+    model_kwargs: dict[str, Any], columns: torch.Tensor, known: torch.Tensor, num_columns: int
+) -> dict[str, Any]:
+    """The target's inputs per token, moved as its cache was.
+
+    Args:
+        columns: `(b, n)`, as in `Rollback.after_ragged_block`.
+        known: `(b,)`, how many of the n are a row's own.
+        num_columns: how many there were.
+    """
+    moved = {}
+    for name in _PER_TOKEN:
+        if (value := model_kwargs.get(name)) is not None:  # (..., b, n)
+            index = (columns - (num_columns - value.shape[-1])).clamp(min=0).to(value.device)
+            moved[name] = value.gather(-1, index.expand(*value.shape[:-1], -1))
+    place = torch.arange(columns.shape[1])
+    padded = (place < columns.shape[1] - known[:, None]).to(moved["attention_mask"].device)  # (b, n)
+    moved["attention_mask"] = moved["attention_mask"].masked_fill(padded, 0)
+    return model_kwargs | moved
 
 
 def _block_inputs(
@@ -334,10 +488,10 @@ def _cached_tokens(cache: Cache) -> int | None:
 
 
 def _kept_columns(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """bool `(n,)`, False where the prompt has padding; None where it has none."""
+    """bool `(b, n)`, False where a prompt has padding; None where none has."""
     if attention_mask is None or bool((attention_mask == 1).all()):
         return None
-    return attention_mask[0] != 0
+    return attention_mask != 0
 
 
 def _take_context(cache: Cache, draft: DFlashDraftModel) -> DraftContext | None:

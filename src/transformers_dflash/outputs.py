@@ -17,7 +17,9 @@ class SpeculationStatistics:
     Args:
         drafted: candidates proposed, over all rounds.
         accepted: candidates that were committed.
-        acceptance_lengths: committed tokens of each round: one per target forward, bonus token included.
+        acceptance_lengths: committed tokens of each round of each sequence, bonus token included.
+        acceptance_lengths_by_sequence: the same, sequence by sequence.
+        forwards: target forwards after the prefill: a batch shares them, so that they are fewer than its rounds.
         drafted_at, accepted_at: the same counts by place in the block, first candidate first.
         prefill_seconds, drafting_seconds, verifying_seconds: wall time spent in each; verification includes the
             target's forward. On an accelerator work is queued, so that a time ends where the next result was needed.
@@ -26,6 +28,8 @@ class SpeculationStatistics:
     drafted: int = 0
     accepted: int = 0
     acceptance_lengths: list[int] = field(default_factory=list)
+    acceptance_lengths_by_sequence: list[list[int]] = field(default_factory=list)
+    forwards: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -34,7 +38,7 @@ class SpeculationStatistics:
 
     @property
     def rounds(self) -> int:
-        """Rounds: target forwards after the prefill."""
+        """Rounds of all sequences."""
         return len(self.acceptance_lengths)
 
     @property
@@ -124,6 +128,15 @@ class Record:
                 )
 
 
+def padded_steps(rows: list[tuple | None]) -> tuple | None:
+    """Per-token outputs `(1, V)` of several sequences as one `(b, V)` per step; zeros after a sequence's end."""
+    if rows[0] is None:
+        return None
+    nothing = torch.zeros_like(rows[0][0])
+    longest = max(len(steps) for steps in rows)
+    return tuple(torch.cat([steps[i] if i < len(steps) else nothing for steps in rows]) for i in range(longest))
+
+
 def _attention_of_row(weights: torch.Tensor, row: int, num_rows: int, layer: Any) -> torch.Tensor:
     """The attention `(b, heads, 1, keys)` that a single step would have returned for one row of a block."""
     if isinstance(layer, StaticLayer):  # a static cache returns its whole length at every step
@@ -133,4 +146,4 @@ def _attention_of_row(weights: torch.Tensor, row: int, num_rows: int, layer: Any
     return weights[:, :, row : row + 1, start:end]
 
 
-__all__ = ["DFlashGenerateOutput", "Record", "SpeculationStatistics"]
+__all__ = ["DFlashGenerateOutput", "Record", "SpeculationStatistics", "padded_steps"]

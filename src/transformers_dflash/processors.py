@@ -6,6 +6,9 @@ once, as rows of one call. A processor that reads the prefix is asked position b
 in order, with a legal prefix, and never for a draft.
 """
 
+import copy
+from functools import partial
+
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as lp
@@ -45,6 +48,45 @@ def all_row_wise(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in ROW_WISE for processor in processors)
 
 
+def for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """The processors of one row of a batch, to be asked about that row alone.
+
+    Raises:
+        ValueError: one of them works on the batch as a whole, in a way that is not known here.
+    """
+    chosen = LogitsProcessorList()
+    for processor in processors:
+        kind = type(processor)
+        if kind is lp.EncoderRepetitionPenaltyLogitsProcessor:  # it knows every row's prompt
+            own = copy.copy(processor)
+            own.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+        elif kind is lp.EncoderNoRepeatNGramLogitsProcessor:
+            own = copy.copy(processor)
+            own.batch_size, own.generated_ngrams = 1, processor.generated_ngrams[row : row + 1]
+        elif kind is lp.RepetitionPenaltyLogitsProcessor:
+            own = copy.copy(processor)
+            if isinstance(processor.prompt_ignore_length, torch.Tensor):  # one for each row
+                own.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+        elif kind in ROW_WISE or kind in PREFIX_PURE:
+            own = processor
+        elif kind is lp.PrefixConstrainedLogitsProcessor:
+            own = copy.copy(processor)
+            own._prefix_allowed_tokens_fn = partial(_ask_for_row, processor._prefix_allowed_tokens_fn, row)
+        elif kind.__module__.startswith("transformers."):
+            raise ValueError(
+                f"{kind.__name__} keeps a state for the batch as a whole, and rows of a speculative batch do not move "
+                "together: call generate once per sequence"
+            )
+        else:
+            own = copy.deepcopy(processor)  # it may keep a state, of one row now
+        chosen.append(own)
+    return chosen
+
+
+def _ask_for_row(allowed_tokens, row: int, _row_in_call: int, ids: torch.Tensor):
+    return allowed_tokens(row, ids)
+
+
 def for_draft(processors: LogitsProcessorList, temperature: float | None) -> LogitsProcessorList:
     """The processors that shape the draft's law: those of the target that are safe to ask about a draft.
 
@@ -77,4 +119,4 @@ def process_rows(processors: LogitsProcessorList, prefix: torch.Tensor, scores: 
     return processors(prefix.expand(scores.shape[0], -1), scores) if len(processors) else scores
 
 
-__all__ = ["all_row_wise", "for_draft", "process_rows"]
+__all__ = ["all_row_wise", "for_draft", "for_row", "process_rows"]

@@ -3,12 +3,21 @@
 Attention layers are cropped. A recurrent state cannot be: it has every token of the block in it. Such a layer is put
 back as it was before the block, and the target runs over the accepted tokens once more ("replay"). That is right for
 any kind of layer that can be copied, at the cost of a second, shorter forward in rounds that reject something.
+
+Rows of a batch keep different numbers of a block's tokens. The cache is then what it would be had the prompts been of
+these lengths from the start: every row ends at the right, shorter ones have padding on the left. This moves columns of
+the whole cache, one read and one write of it beside the read of the attention. Leaving gaps instead, or rows that
+begin at the left, would need no move, but a sliding window counts columns, and so do layers that drop what no window
+sees.
 """
 
 import copy
 from typing import Any
 
-from transformers.cache_utils import Cache, DynamicLayer
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .cache import take_columns
 
 
 class Rollback:
@@ -19,6 +28,7 @@ class Rollback:
     """
 
     def __init__(self, cache: Cache):
+        self.layers = cache.layers
         self.cropped = [layer for layer in cache.layers if layer.is_croppable]
         self.copied = [layer for layer in cache.layers if not layer.is_croppable]
         self.copies: list[dict[str, Any]] = []
@@ -55,10 +65,46 @@ class Rollback:
             vars(layer).update(state)
         return True
 
+    def after_ragged_block(self, columns: torch.Tensor, num_columns: int) -> None:
+        """Keep different tokens in each row.
+
+        Args:
+            columns: `(b, n)`, which of the cache's columns, the block's included, become its new ones.
+            num_columns: how many there were, those that sliding layers no longer hold included.
+        """
+        for layer in self.layers:
+            if not layer.is_initialized:  # it shares another one's keys
+                continue
+            kept = columns
+            if layer.is_sliding:
+                kept = columns[:, max(0, columns.shape[1] - layer.sliding_window + 1) :]
+                layer.cumulative_length = columns.shape[1]
+            kept = (kept - (num_columns - layer.keys.shape[2])).clamp(min=0)
+            layer.keys, layer.values = take_columns(layer.keys, kept), take_columns(layer.values, kept)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keep some rows of the batch, by their indices `(m,)`."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.batch_select_indices(rows.to(layer.keys.device))
+
+    def empty(self) -> None:
+        """Forget everything, so that a cache whose rows have left it is not taken for a whole one."""
+        for layer in self.layers:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+            if layer.is_sliding:
+                layer.cumulative_length = 0
+
     def close(self) -> None:
         """Leave the cache's layers as plain generate leaves them."""
         for layer in self._recording:
             layer.record_past = False
+
+
+def takes_ragged_rows(cache: Cache) -> bool:
+    """Whether rows of this cache can keep different numbers of tokens: plain dynamic layers, sliding or not."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 def _copy_state(layer: Any) -> dict[str, Any]:
@@ -68,4 +114,4 @@ def _copy_state(layer: Any) -> dict[str, Any]:
     return {name: value if name in untouched else copy.deepcopy(value) for name, value in vars(layer).items()}
 
 
-__all__ = ["Rollback"]
+__all__ = ["Rollback", "takes_ragged_rows"]

@@ -129,11 +129,10 @@ class Target:
         A learned position table ends; "dynamic" rope changes every angle past its trained length, "longrope" where its
         original length is crossed, so that a block over such a bound would not compute what single steps compute.
         """
-        rope = getattr(self.config, "rope_parameters", None)
         longest = getattr(self.config, "max_position_embeddings", None)
-        if not rope:
+        kinds = self._ropes()
+        if not kinds:
             return None if longest is None else longest - 1
-        kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
         bounds = []
         for kind in kinds:
             if kind.get("rope_type") == "dynamic":
@@ -143,6 +142,18 @@ class Target:
                 if position <= crossing:
                     bounds.append(crossing)
         return min(bounds, default=None)
+
+    def _ropes(self) -> list[dict]:
+        """The rotary parameters, one kind of layer after another; none where positions are learned or absent."""
+        rope = getattr(self.config, "rope_parameters", None)
+        if not rope:
+            return []
+        return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+
+    @property
+    def rope_depends_on_length(self) -> bool:
+        """Whether a token's rotary angles depend on how long the sequences of its batch are."""
+        return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in self._ropes())
 
     def check(self, draft: DFlashDraftModel) -> None:
         """Refuse a draft that cannot belong to this target.

@@ -5,10 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from conftest import REAL_DRAFT, REPO
 from test_cli import ENVIRONMENT, PROGRAM, save_target
+
+from transformers_dflash.training.command import TrainOptions, parse_options
 
 README = (REPO / "README.md").read_text()
 TARGET_ID, DRAFT_ID = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
@@ -31,7 +34,8 @@ def with_local_names(loaded_smollm2, tmp_path_factory):
 
 
 @pytest.mark.real
-def test_python_snippets_run_one_after_the_other(with_local_names, capsys):
+def test_python_snippets_run_one_after_the_other(with_local_names, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # some write folders
     snippets = blocks("python")
     assert len(snippets) >= 8
     assert TARGET_ID in snippets[0]
@@ -62,6 +66,19 @@ def test_the_quickstart_chats():
     done = subprocess.run(command, input=chat, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" a round]") == 2
+
+
+def test_options_of_training_exist():
+    (command,) = re.findall(
+        r"transformers-dflash train (.*?)\n\S", "\n".join([*blocks("bash"), "end"]), flags=re.DOTALL
+    )
+    options, training = parse_options([*shlex.split(command.replace("\\\n", " ")), "--use_cpu"])
+    assert options.prompts == ["prompts.jsonl"]
+    assert training.loss_type == "dpace"
+    named = re.findall(r"`(--\w+)", README[README.index("## Training") : README.index("## How it differs")])
+    assert len(named) >= 8
+    known = {f"--{one.name}" for one in (*fields(TrainOptions), *fields(type(training)))}
+    assert set(named) <= known
 
 
 def test_every_command_is_found():

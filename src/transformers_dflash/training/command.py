@@ -69,8 +69,7 @@ class TrainOptions:
 
 def train_command(arguments: Sequence[str]) -> int:
     """Run the command; what its user can mend ends in a ValueError or OSError of one sentence."""
-    parser = HfArgumentParser((TrainOptions, DFlashTrainingArguments), prog=PROGRAM, description=__doc__)
-    options, training = parser.parse_args_into_dataclasses(list(arguments))
+    options, training = parse_options(arguments)
     if not options.target or not (options.prompts or options.data):
         raise ValueError("give --target, and --prompts for the target to answer or --data with its answers")
     if options.lora_rank is not None and options.draft is None:
@@ -118,6 +117,13 @@ def train_command(arguments: Sequence[str]) -> int:
         finished.to(getattr(torch, options.save_dtype)).save_pretrained(output)
         print(f"the draft is in {output}")
     return 0
+
+
+def parse_options(arguments: Sequence[str]) -> tuple[TrainOptions, DFlashTrainingArguments]:
+    """What was asked for on the command line."""
+    parser = HfArgumentParser((TrainOptions, DFlashTrainingArguments), prog=PROGRAM, description=__doc__)
+    options, training = parser.parse_args_into_dataclasses(list(arguments))
+    return options, training
 
 
 def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, tokenizer: Any) -> None:
@@ -234,4 +240,4 @@ def describe(draft: DFlashDraftModel, model: nn.Module, documents: Sequence[Docu
     )
 
 
-__all__ = ["TrainOptions", "train_command"]
+__all__ = ["TrainOptions", "parse_options", "train_command"]

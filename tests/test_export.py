@@ -18,14 +18,14 @@ from transformers_dflash.conversion.export import convert
 
 SPECULATORS_8 = changed(SPECULATORS, transformer_layer_config={"head_dim": 8})
 WINDOWED = SLIDING | {"sliding_window": 12}
-V2 = changed(ZLAB, **SLIDING, is_causal=False, architectures=["DFlash2DraftModel"], dflash_config=DFLASH2)
+V2 = changed(ZLAB, **WINDOWED, is_causal=False, architectures=["DFlash2DraftModel"], dflash_config=DFLASH2)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 DRAFTS = {
     "full": ZLAB,
     "mixed, sliding causal": changed(ZLAB, **WINDOWED),
     "mixed, none causal": changed(ZLAB, **WINDOWED, is_causal=False),
     "all sliding, causal": changed(ZLAB, **WINDOWED | {"layer_types": ["sliding_attention"] * 2}),
-    "all sliding, none causal": changed(ZLAB, dflash_config={"use_swa": True, "swa_window_size": 8, "causal": False}),
+    "all sliding, none causal": changed(ZLAB, dflash_config={"use_swa": True, "swa_window_size": 12, "causal": False}),
     "more taps than layers": changed(ZLAB, dflash_config={"target_layer_ids": [0, 1, 2, 3]}),
     "attention bias": changed(ZLAB, attention_bias=True),
     "yarn": changed(ZLAB, rope_scaling=YARN, rope_theta=5e4),

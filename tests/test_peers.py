@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from conftest import REAL_DRAFT
+from conftest import REAL_DRAFT, make_target
 from layouts import DFLASH2, SLIDING, ZLAB, changed, write_draft
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from test_export import DRAFTS, ONLY_SPECULATORS, ONLY_ZLAB
 from transformers import AutoModel, Qwen3Config
+
+from transformers_dflash.conversion.export import convert
 
 pytestmark = pytest.mark.peers
 
@@ -178,7 +181,7 @@ def one_anchor(model, anchor: int):
     """speculators' training forward with a single anchor, which is a decoding step, and that step's inputs."""
     length = anchor + 2 * model.block_size
     ids = torch.randint(0, MASK, (1, length))
-    features = torch.randn(1, length, 64)
+    features = torch.randn(1, length, 32 * len(model.target_layer_ids))
     loss_mask = torch.zeros(1, length, dtype=torch.long)
     loss_mask[0, anchor] = 1
     hidden, logits, *_ = model._backbone_forward(
@@ -240,3 +243,60 @@ def test_speculators_saves_no_more_than_we_read(speculators, tmp_path):
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert saved.keys() - ours.state_dict().keys() == {"t2d"}
     assert torch.equal(ours.d2t, theirs.d2t)
+
+
+# drafts that were converted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*DRAFTS, *ONLY_ZLAB])
+def test_zlabs_class_reads_a_converted_draft_as_the_original(zlab, tmp_path, name):
+    source = write_draft(tmp_path / "source", (DRAFTS | ONLY_ZLAB)[name])
+    convert(source, tmp_path / "ours", "dflash")
+    convert(tmp_path / "ours", tmp_path / "out", "zlab")
+    ours = AutoModel.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    kind = zlab.DFlash2DraftModel if name == "DFlash 2" else zlab.DFlashDraftModel
+    theirs, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    torch.manual_seed(0)
+    block, width = ours.config.block_size, 32 * len(ours.config.target_layer_ids)
+    noise, features = torch.randn(1, block, 32), torch.randn(1, 20, width)
+    positions = torch.arange(20 + block)[None]
+    expected = ours(noise, features, position_ids=positions).last_hidden_state
+    assert_near(theirs.eval()(position_ids=positions, noise_embedding=noise, target_hidden=features), expected)
+    assert (theirs.target_layer_ids, theirs.block_size, theirs.mask_token_id) == (
+        ours.config.target_layer_ids,
+        block,
+        MASK,
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*DRAFTS, *ONLY_SPECULATORS])
+def test_speculators_reads_a_converted_draft_as_the_original(speculators, tmp_path, name):
+    from speculators import SpeculatorModel
+
+    fields = (DRAFTS | ONLY_SPECULATORS)[name]
+    source = write_draft(tmp_path / "source", fields)
+    if name == "reduced vocabulary":
+        weights = load_file(source / "model.safetensors") | {"d2t": torch.tensor([0, 2, 2, 20])}
+        save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    target = make_target("qwen3")
+    target.save_pretrained(tmp_path / "target")
+    convert(source, tmp_path / "out", "speculators", str(tmp_path / "target"))
+    ours = AutoModel.from_pretrained(source)
+    theirs = SpeculatorModel.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    theirs.load_verifier_weights()
+    assert_near(theirs.embed_tokens.weight, target.get_input_embeddings().weight)
+    assert [tap - 1 for tap in theirs.target_layer_ids] == ours.config.target_layer_ids
+
+    noise, features, expected, logits = one_anchor(theirs, 5)
+    hidden = ours(noise, features).last_hidden_state
+    assert_near(hidden, expected)
+    if ours.config.draft_vocab_size is None:
+        assert_near(target.lm_head(hidden), logits)
+    else:
+        assert_near(ours.expand_reduced_logits(hidden, 32)[..., theirs.t2d], logits)
+    if ours.config.selector_rank is not None:
+        for part in ("predecessor_codebook", "successor_codebook"):
+            assert torch.equal(getattr(theirs.candidate_selector, part), getattr(ours.candidate_selector, part))

@@ -1,4 +1,4 @@
-"""The command line: `generate` answers one prompt with a target and its draft, `train` makes a draft.
+"""The command line: `generate` answers one prompt, `train` makes a draft, `convert` writes it in another layout.
 
 The text goes to stdout, everything else to stderr. What cannot be done ends in one sentence and exit code 2.
 """
@@ -23,6 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
+from .conversion.export import LAYOUTS as EXPORTED_LAYOUTS
+from .conversion.export import convert
 from .modeling_dflash import DFlashDraftModel
 
 PROGRAM = "transformers-dflash"
@@ -110,7 +112,35 @@ def build_parser() -> Parser:
     add("--json", action="store_true", help="print one JSON object with the text and the statistics")
 
     commands.add_parser("train", help="train a draft", add_help=False).set_defaults(run=run_training)
+
+    about = "Write a draft in another layout, with the same weights; nothing is written where something would be lost."
+    convertible = commands.add_parser("convert", help="write a draft in another layout", description=about)
+    convertible.set_defaults(run=convert_command)
+    convertible.add_argument("source", metavar="SRC", help="folder or Hub id of the draft, in any layout that loads")
+    convertible.add_argument("destination", metavar="DST", help="folder to make")
+    convertible.add_argument("--to", choices=EXPORTED_LAYOUTS, required=True, help="layout of DST")
+    convertible.add_argument(
+        "--target", metavar="NAME", help="folder or Hub id of the target, if the draft does not say it"
+    )
     return parser
+
+
+def convert_command(options: argparse.Namespace, unknown: list[str]) -> int:
+    if unknown:
+        build_parser().error(f"unrecognized arguments: {' '.join(unknown)}")
+    be_quiet()
+    try:
+        convert(options.source, options.destination, options.to, options.target)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise BadInput(f"{options.source} is not converted: {one_line(error)}") from error
+    print(f"{options.destination}: {options.source} in the layout {options.to}", file=sys.stderr)
+    return 0
+
+
+def be_quiet() -> None:
+    logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises too
+    logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
 
 
 def run_training(_options: argparse.Namespace, arguments: list[str]) -> int:
@@ -125,9 +155,7 @@ def run_training(_options: argparse.Namespace, arguments: list[str]) -> int:
 def generate_command(options: argparse.Namespace, unknown: list[str]) -> int:
     if unknown:
         build_parser().error(f"unrecognized arguments: {' '.join(unknown)}")
-    logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises too
-    logging.disable_progress_bar()
-    huggingface_hub.logging.set_verbosity_error()
+    be_quiet()
     refuse_options_that_clash(options)
     prompt = read_prompt(options)
     device = find_device(options.device)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ..configuration_dflash import DFlashDraftConfig
+
 # Named and meant alike everywhere; the rest of a foreign config belongs to the target or to its training.
 COMMON_FIELDS = (
     "_commit_hash",
@@ -51,6 +53,15 @@ def common_fields(source: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def exported_fields(config: DFlashDraftConfig) -> dict[str, Any]:
+    """The other way: our fields that others name alike, as far as they are given, without the rope."""
+    ours = [name for name in COMMON_FIELDS if name in DFlashDraftConfig.__annotations__]
+    fields = {name: getattr(config, name) for name in ours if getattr(config, name) is not None}
+    fields["use_sliding_window"] = "sliding_attention" in config.layer_types
+    fields["tie_word_embeddings"] = False
+    return fields
+
+
 def rope_parameters(source: dict[str, Any]) -> dict[str, Any]:
     """The draft's rope from `rope_parameters`, or from the older `rope_scaling` and `rope_theta`.
 
@@ -74,4 +85,4 @@ def rope_parameters(source: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-__all__ = ["DFLASH2_FIELDS", "common_fields", "require_dflash2_fields", "rope_parameters"]
+__all__ = ["DFLASH2_FIELDS", "common_fields", "exported_fields", "require_dflash2_fields", "rope_parameters"]

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from .fields import DFLASH2_FIELDS, common_fields, require_dflash2_fields
+from ..configuration_dflash import DFlashDraftConfig
+from .fields import DFLASH2_FIELDS, common_fields, exported_fields, require_dflash2_fields
 
 
 def matches(config_dict: Any) -> bool:
@@ -63,3 +64,42 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     if config_dict.get("quantization_config") is not None:
         fields["quantization_config"] = config_dict["quantization_config"]
     return fields
+
+
+def export_config(config: DFlashDraftConfig, architectures: list[str]) -> dict[str, Any]:
+    """Translate from our fields, with all of the layer config spelled out.
+
+    Raises:
+        ValueError: the target's name is not known, from which speculators and vLLM take embedding and head.
+    """
+    if config.target_name_or_path is None:
+        raise ValueError("speculators' layout names the target, which this draft does not: give it (--target)")
+    algorithm = "dflash" if config.conv_kernel_size is None else "dflash2"
+    sizes = {name: getattr(config, name) for name in DFLASH2_FIELDS} if algorithm == "dflash2" else {}
+    layer = exported_fields(config) | {"model_type": "qwen3", "rope_parameters": config.rope_parameters}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.num_candidates,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    verifier = {"name_or_path": config.target_name_or_path, "architectures": architectures}
+    return sizes | {
+        "architectures": ["DFlashDraftModel" if algorithm == "dflash" else "DFlash2DraftModel"],
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
+        "block_size": config.block_size,
+        "draft_vocab_size": config.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": "sliding_attention" not in config.causal_layer_types,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "speculators_model_type": algorithm,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+    }

@@ -8,10 +8,23 @@ causal inside the block and a full one is not, unless `is_causal` or `dflash_con
 
 from typing import Any
 
-from .fields import DFLASH2_FIELDS, common_fields, require_dflash2_fields
+from ..configuration_dflash import DFlashDraftConfig
+from .fields import DFLASH2_FIELDS, common_fields, exported_fields, require_dflash2_fields
 
 # What the class that z-lab's code reads its configs with, Qwen3Config, takes for an absent field.
 QWEN3_DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "max_window_layers": 28}
+
+
+# Fields of ours that stand in `dflash_config` under the same names.
+NESTED_FIELDS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    *DFLASH2_FIELDS,
+)
 
 
 def matches(config_dict: Any) -> bool:
@@ -44,22 +57,40 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
         )
 
     fields = common_fields(source)
-    for name in (
-        "block_size",
-        "mask_token_id",
-        "target_layer_ids",
-        "num_target_layers",
-        "target_hidden_size",
-        "input_embedding_scale",
-        "output_multiplier",
-        "final_logit_softcapping",
-        *DFLASH2_FIELDS,
-    ):
+    for name in (*NESTED_FIELDS, "num_target_layers", "target_hidden_size"):
         if value(name) is not None:
             fields[name] = value(name)
     if any("dflash2" in name.lower() for name in source.get("architectures") or ()):
         require_dflash2_fields(fields)
     return fields | _layer_fields(source, nested)
+
+
+def export_config(config: DFlashDraftConfig, _architectures: list[str]) -> dict[str, Any]:
+    """Translate from our fields, with the block size in both places where readers look for it.
+
+    Raises:
+        ValueError: the target's number of layers is not known, without which z-lab's class does not load.
+    """
+    if config.num_target_layers is None:
+        raise ValueError(
+            "z-lab's layout needs the target's number of layers, which this draft does not say: give the "
+            "target (--target)"
+        )
+    rope = dict(config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    exported = exported_fields(config) | {
+        "architectures": ["DFlashDraftModel" if config.conv_kernel_size is None else "DFlash2DraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": {name: getattr(config, name) for name in NESTED_FIELDS if getattr(config, name) is not None},
+        "model_type": "qwen3",
+        "num_target_layers": config.num_target_layers,
+        "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+        "rope_theta": theta,
+    }
+    causal = set(config.layer_types) & set(config.causal_layer_types)
+    if causal in (set(), set(config.layer_types)):  # all alike; else only the layout's default can say it
+        exported["is_causal"] = bool(causal)
+    return exported
 
 
 def _layer_fields(source: dict[str, Any], nested: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import MASK, VOCAB, make_draft, make_target, prompt
+from peft import PeftModel
 from transformers import AutoModel
 
 from transformers_dflash.target import Target, draft_logits
@@ -28,6 +29,7 @@ from transformers_dflash.training.blocks import (
     possible_anchors,
     sample_anchors,
 )
+from transformers_dflash.training.command import with_adapters
 from transformers_dflash.training.objective import decay_weights, default_gamma, dpace_weights
 from transformers_dflash.training.trainer import collate
 
@@ -460,3 +462,37 @@ def test_batches_are_padded_on_the_right():
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert batch["anchors"].tolist() == pad_anchors([short["anchors"], long["anchors"]]).tolist() == [[1, -1], [1, 2]]
     assert batch["labels"].tolist() == [[[3], [IGNORED]], [[3], [4]]]
+
+
+def test_adapters_are_trained_saved_loaded_and_decode(target, tmp_path):
+    documents = answers(target, 6)
+    draft = make_draft(target)
+    draft.save_pretrained(tmp_path / "base")
+    adapted = with_adapters(draft, 4)
+    before = {name: weight.clone() for name, weight in adapted.named_parameters()}
+    DFlashTrainer(
+        adapted,
+        target,
+        arguments(tmp_path, max_steps=20, learning_rate=1e-2, logging_steps=20),
+        documents,
+        documents[:2],
+    ).train()
+    moved = {name for name, weight in adapted.named_parameters() if not torch.equal(weight, before[name])}
+    assert all(("lora_" in name) or ("modules_to_save" in name) for name in moved)
+    assert any("lora_A" in name for name in moved)
+    assert any("fc.modules_to_save" in name for name in moved)
+
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(AutoModel.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    ids = prompt(6, 0)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    options["return_dict_in_generate"] = True
+    plain = target.generate(ids, **options)
+    outputs = [target.generate(ids, assistant_model=one, **options) for one in (adapted.eval(), loaded)]
+    merged = loaded.merge_and_unload()
+    outputs.append(target.generate(ids, assistant_model=merged, **options))
+    for output in outputs:
+        assert output.sequences.tolist() == plain.sequences.tolist()
+        assert output.speculation.acceptance_lengths == outputs[0].speculation.acceptance_lengths
+    untrained = target.generate(ids, assistant_model=AutoModel.from_pretrained(tmp_path / "base"), **options)
+    assert outputs[0].speculation.acceptance_length > untrained.speculation.acceptance_length

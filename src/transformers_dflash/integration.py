@@ -55,9 +55,16 @@ def uninstall() -> None:
     _originals.clear()
 
 
-def _is_ours(draft: Any, generation_config: Any) -> bool:
+def draft_of(assistant: Any) -> DFlashDraftModel | None:
+    """The DFlash draft that an assistant model is, by itself or under PEFT's adapters; None if it is none."""
+    if type(assistant).__module__.partition(".")[0] == "peft":  # its layers are in the draft, which can stand alone
+        assistant = assistant.get_base_model()
+    return assistant if isinstance(assistant, DFlashDraftModel) else None
+
+
+def _is_ours(assistant: Any, generation_config: Any) -> bool:
     """Whether a generation runs in our loop: a DFlash draft, unless Transformers' own loop is asked for by name."""
-    return isinstance(draft, DFlashDraftModel) and generation_config.speculation_type != "dflash"
+    return draft_of(assistant) is not None and generation_config.speculation_type != "dflash"
 
 
 def _validate_generation_mode(original):
@@ -92,6 +99,7 @@ def _assisted_decoding(original):
             return original(self, *args, **kwargs)
         for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
+        kwargs["assistant_model"] = draft_of(kwargs["assistant_model"])
         return dflash_decoding(self, *args, **kwargs)
 
     return decode
@@ -122,4 +130,4 @@ def _holds_foreign_draft(name: Any, kwargs: dict[str, Any]) -> bool:
     return any(layout.matches(config_dict) for layout in DFlashDraftConfig.foreign_layouts)
 
 
-__all__ = ["install", "uninstall"]
+__all__ = ["draft_of", "install", "uninstall"]

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from ..integration import draft_of
 from ..modeling_dflash import DFlashDraftModel
 from ..outputs import SpeculationStatistics
 from ..target import Target
@@ -164,9 +165,10 @@ class DFlashTrainer(Trainer):
         train_features: FeatureStore | None = None,
         **kwargs,
     ):
-        config = model.config
+        draft = draft_of(model)
+        config = draft.config
         self.target = Target(target)
-        self.target.check(model)
+        self.target.check(draft)
         target.requires_grad_(False).eval()
         gamma = default_gamma(config.block_size) if args.decay_gamma is None else args.decay_gamma
         self.objective = Objective(args.loss_type, gamma, args.dpace_alpha, args.selector_loss_weight)
@@ -177,7 +179,7 @@ class DFlashTrainer(Trainer):
 
         model.float()  # masters: an update is far smaller than what bfloat16 can tell apart
         if config._attn_implementation != "flex_attention":
-            model.set_attn_implementation(ATTENTION)
+            draft.set_attn_implementation(ATTENTION)
         datasets: dict[str, Any] = {}
         if train_documents is not None:
             datasets["train_dataset"] = BlockDataset(
@@ -206,7 +208,8 @@ class DFlashTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Mean loss of a block, over all blocks of the step; see `objective` for what a block's loss is."""
-        config = self.accelerator.unwrap_model(model).config
+        draft = draft_of(self.accelerator.unwrap_model(model))
+        config = draft.config
         labels, anchors = inputs["labels"], inputs["anchors"]
         states = inputs.get("features")
         if states is None:
@@ -227,7 +230,7 @@ class DFlashTrainer(Trainer):
         previous = torch.cat([blocks.ids.unflatten(1, (-1, config.block_size))[:, :, :1], labels[:, :, :-1]], dim=2)
         real = anchors >= 0  # (b, N)
         total, counts, right = self.objective(
-            self.accelerator.unwrap_model(model),
+            draft,
             self.target,
             hidden[real],
             labels[real],
@@ -281,8 +284,7 @@ class DFlashTrainer(Trainer):
     @torch.no_grad()
     def acceptance_length(self, documents: Sequence[Document]) -> float:
         """τ over greedy answers to the prompts of documents: committed tokens per round of `generate`."""
-        model = self.accelerator.unwrap_model(self.model)
-        draft = model.get_base_model() if not isinstance(model, DFlashDraftModel) else model
+        draft = draft_of(self.accelerator.unwrap_model(self.model))
         target = self.target.model
         options = GenerationConfig(
             max_new_tokens=self.args.eval_new_tokens,

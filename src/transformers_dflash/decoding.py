@@ -320,7 +320,7 @@ def dflash_decoding(
             row.ids, _ = row.verifier.commit(row.ids, 0, None, logits[i])
         if batch_size > 1 and model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones(
-                batch_size, cached_length, dtype=torch.long, device=model.device
+                batch_size, cached_length, dtype=torch.long, device=input_ids.device
             )
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         del outputs

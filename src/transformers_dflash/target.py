@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -97,7 +98,7 @@ class Target:
         Returns:
             `(b, B, H)` in the target's dtype, on the embedding's device.
         """
-        ids = ids.to(self.model.device)
+        ids = _beside(self.embedding, ids)
         if isinstance(getattr(self.embedding, "embed_norm", None), nn.Module):  # Muse: drafts use the raw rows
             embeds = nn.Embedding.forward(self.embedding, ids)
             return embeds if scale is None else embeds * scale
@@ -107,8 +108,8 @@ class Target:
         return embeds
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The bare output head, `(b, n, H) -> (b, n, V)`."""
-        return self.output_embedding(hidden_states)
+        """The bare output head, `(b, n, H) -> (b, n, V)`, wherever the hidden states come from."""
+        return self.output_embedding(_beside(self.output_embedding, hidden_states.to(self.model.dtype)))
 
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """What the family does to logits after its head: Cohere's, Granite's and Muse's factors, Gemma's soft cap."""
@@ -175,7 +176,8 @@ class Target:
                     f"the draft's {name} is {getattr(config, name)}, but the target's hidden_size is "
                     f"{self.config.hidden_size}{made_for}: {mend}"
                 )
-        rows = self.embedding.num_embeddings
+        wrapped = not isinstance(self.embedding, nn.Embedding)
+        rows = self.config.vocab_size if wrapped else self.embedding.num_embeddings
         if config.mask_token_id >= rows:
             raise ValueError(
                 f"the draft's mask_token_id {config.mask_token_id} is not a row of the target's embedding, which has "
@@ -183,6 +185,12 @@ class Target:
             )
         if self.output_embedding is None:
             raise ValueError(f"{type(self.model).__name__} has no output head: it cannot be a DFlash target")
+
+
+def _beside(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the device of a module's weights; as it is where they are offloaded: a hook moves it then."""
+    device = next(chain(module.parameters(), module.buffers()), tensor).device
+    return tensor if device.type == "meta" else tensor.to(device)
 
 
 def soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
@@ -196,7 +204,7 @@ def draft_logits(draft: DFlashDraftModel, target: Target, hidden: torch.Tensor) 
     if config.draft_vocab_size is not None:
         logits = draft.expand_reduced_logits(hidden, target.config.vocab_size)
     else:
-        logits = target.head(hidden.to(target.model.device, target.model.dtype))
+        logits = target.head(hidden)
     if config.output_multiplier is None and config.final_logit_softcapping is None:
         return target.scale_logits(logits)
     return soft_cap(logits * (config.output_multiplier or 1.0), config.final_logit_softcapping)

@@ -1,0 +1,113 @@
+"""Targets whose weights cannot be read: quantised, wrapped, offloaded. Modules are called, where they are."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from conftest import VOCAB, make_draft, make_target, prompt
+from oracle import oracle
+from test_decoding import stateless_draft_logits
+from torch import nn
+
+
+class PackedLinear(nn.Module):
+    """Stands in for a GPTQ or AWQ layer: packed integers with a scale, and nothing that looks like a weight."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("qweight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, states):
+        return states @ (self.qweight.float() * self.scale).T
+
+
+class WrappedEmbedding(nn.Module):
+    """Stands in for a quantised or adapted embedding, which is no `nn.Embedding`."""
+
+    def __init__(self, embedding: nn.Embedding):
+        super().__init__()
+        self.inner = embedding
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+def pack(model: nn.Module) -> None:
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, PackedLinear(module))
+
+
+def packed(target, _folder):
+    pack(target)
+    return target
+
+
+def wrapped(target, _folder):
+    target.set_input_embeddings(WrappedEmbedding(target.get_input_embeddings()))
+    return target
+
+
+def offloaded_to_cpu(target, _folder):
+    return cpu_offload(target)
+
+
+def offloaded_to_disk(target, folder):
+    return disk_offload(target, folder)
+
+
+def partly_on_disk(target, folder):
+    where = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    where |= {f"model.layers.{layer}": "disk" if layer % 2 else "cpu" for layer in range(4)}
+    return dispatch_model(target, where, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+
+
+PLACEMENTS = [packed, wrapped, offloaded_to_cpu, offloaded_to_disk, partly_on_disk]
+
+
+@pytest.mark.parametrize("place", PLACEMENTS, ids=lambda place: place.__name__)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_output_and_draft_logits_are_right(tmp_path, family, place):
+    target = make_target(family)
+    draft = make_draft(target)
+    target = place(target, tmp_path)
+    ids = prompt(20)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(ids, **options)
+    with oracle(plain, 2, VOCAB) as rounds:
+        drafted = target.generate(ids, assistant_model=draft, **options)
+    assert drafted.tolist() == plain.tolist()
+    for one in rounds[::3]:
+        expected = stateless_draft_logits(target, draft, one["input_ids"], one["logits"].shape[0])
+        torch.testing.assert_close(one["logits"], expected, atol=1e-4, rtol=1e-3)
+    both = torch.cat([ids, prompt(20, 1)])
+    options["attention_mask"] = torch.ones_like(both)
+    plain = target.generate(both, **options)
+    assert target.generate(both, assistant_model=draft, **options).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_draft_of_another_dtype_and_a_packed_draft_serve(dtypes):
+    target, ids = make_target("llama").to(dtypes[0]), prompt(20)
+    draft = make_draft(target).to(dtypes[1])
+    quantised = copy.deepcopy(draft)
+    pack(quantised.float())
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(ids, **options)
+    for one in (draft, quantised):
+        out = target.generate(ids, assistant_model=one, return_dict_in_generate=True, **options)
+        if dtypes[0] == torch.float32:
+            assert out.sequences.tolist() == plain.tolist()
+        assert out.speculation.rounds > 0
+
+
+def test_mask_token_outside_a_wrapped_embedding_is_named():
+    target = make_target("llama")
+    draft = make_draft(target)
+    draft.config.mask_token_id = VOCAB + 3
+    ids = prompt(5)
+    with pytest.raises(ValueError, match=rf"mask_token_id {VOCAB + 3} is not a row .* which has {VOCAB} rows"):
+        wrapped(target, None).generate(ids, assistant_model=draft, max_new_tokens=4)

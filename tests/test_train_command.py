@@ -1,5 +1,6 @@
 """`transformers-dflash train`, as its users run it: from prompts to a draft, cut and gone on, on two processes."""
 
+import csv
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPO
 from huggingface_hub import InferenceClient
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +35,7 @@ def target_folder(tmp_path_factory, smollm2_tokenizer) -> Path:
         vocab_size=len(smollm2_tokenizer),
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=10,
         num_attention_heads=4,
         num_key_value_heads=2,
         bos_token_id=1,
@@ -140,6 +142,38 @@ def test_two_processes_give_the_losses_of_one(target_folder, answers, tmp_path):
     one, two = (AutoModel.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("alone", "two"))
     for name, weight in one.state_dict().items():
         torch.testing.assert_close(two.state_dict()[name], weight, atol=1e-2, rtol=1e-2)  # both were cut to bfloat16
+
+
+@pytest.mark.slow
+def test_the_ablation_compares_arms_and_goes_on(target_folder, answers, tmp_path):
+    command = [sys.executable, REPO / "examples" / "ablation" / "run.py", "--target", target_folder, "--data", answers]
+    command += [
+        "--output",
+        tmp_path,
+        "--mask-token-id",
+        "16",
+        "--steps",
+        "2",
+        "--seeds",
+        "1",
+        "--anchors",
+        "4",
+        "--new-tokens",
+        "4",
+    ]
+    run = {"capture_output": True, "text": True, "timeout": 240, "env": ENVIRONMENT}
+    first = subprocess.run([*command, "--arms", "fused"], **run)
+    assert first.returncode == 0, first.stderr
+    done = subprocess.run([*command, "--arms", "fused", "aligned-matched"], **run)
+    assert done.returncode == 0, done.stderr
+    rows = {row["arm"]: row for row in csv.DictReader((tmp_path / "results.csv").open())}
+    assert list(rows) == ["fused", "aligned-matched"]
+    sizes = [int(row["parameters"]) for row in rows.values()]
+    assert abs(sizes[1] - sizes[0]) < 0.02 * sizes[0]
+    assert all(float(row["acceptance_length"]) >= 1 for row in rows.values())
+    assert "train_loss" in done.stdout
+    assert done.stdout.count("train_loss") == 1  # the others were there already
+    assert "| aligned-matched | 1 |" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""Fused injection against one target layer per draft layer: the question behind DFlash, on a target of your choice.
+
+Every arm is trained from scratch on the same documents, anchors and steps, for several seeds, and then decodes the
+same held-out prompts. `fused` hands all taps, projected by `fc`, to every draft layer; `aligned` hands tap i to layer
+i as it is; `aligned-matched` widens the aligned draft's MLP until it has as many parameters as the fused one. The
+other arms change how many target layers are tapped, and how many layers the draft has.
+
+    python examples/ablation/run.py --target NAME --data answers.jsonl --mask-token-id ID --output ablation
+
+`answers.jsonl` holds the target's own answers, as `transformers-dflash train` writes them. Arms that `results.csv` has
+already are not trained again, so that a run that was cut goes on.
+"""
+
+import argparse
+import csv
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from transformers_dflash import DFlashDraftConfig, DFlashDraftModel
+from transformers_dflash.configuration_dflash import default_target_layer_ids
+from transformers_dflash.training import DFlashTrainer, DFlashTrainingArguments, FeatureStore
+from transformers_dflash.training.command import read_documents
+
+# name: (injection, taps, draft layers, as many parameters as the fused draft of these taps and layers)
+ARMS = {
+    "fused": ("fused", 5, 5, False),
+    "aligned": ("layer_aligned", 5, 5, False),
+    "aligned-matched": ("layer_aligned", 5, 5, True),
+    "fused, 1 tap": ("fused", 1, 5, False),
+    "fused, 3 taps": ("fused", 3, 5, False),
+    "fused, 1 layer": ("fused", 5, 1, False),
+    "fused, 3 layers": ("fused", 5, 3, False),
+}
+
+
+def size(config: DFlashDraftConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in DFlashDraftModel(config).parameters())
+
+
+def make_config(target, arm: str, block_size: int, mask: int) -> DFlashDraftConfig:
+    """The config of an arm's draft."""
+    injection, taps, layers, matched = ARMS[arm]
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    fields = {"num_hidden_layers": layers, "block_size": block_size}
+    fields["target_layer_ids"] = default_target_layer_ids(depth, taps)
+    config = DFlashDraftConfig.from_target(target.config, mask, context_injection=injection, **fields)
+    if matched:
+        goal = size(DFlashDraftConfig.from_target(target.config, mask, **fields))
+        per_unit = 3 * config.hidden_size * layers  # gate, up and down of every layer
+        wider = config.intermediate_size + round((goal - size(config)) / per_unit)
+        config = DFlashDraftConfig.from_target(
+            target.config, mask, context_injection=injection, intermediate_size=wider, **fields
+        )
+    return config
+
+
+@torch.no_grad()
+def latency(draft: DFlashDraftModel, context: int = 256, repeats: int = 10) -> float:
+    """Median seconds of a bare forward of one block, with `context` tokens in the cache."""
+    config = draft.config
+    width = len(config.target_layer_ids) * config.target_hidden_size
+    block = torch.randn(1, config.block_size, config.hidden_size, device=draft.device, dtype=draft.dtype)
+    features = torch.randn(1, context, width, device=draft.device, dtype=draft.dtype)
+    cache = draft.make_cache()
+    draft(block, features, cache=cache)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        draft(block, features[:, :2], cache=cache).last_hidden_state.sum().item()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--gguf-file")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--output", type=Path, default=Path("ablation"))
+    parser.add_argument("--mask-token-id", type=int, required=True)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--documents", type=int, default=1000)
+    parser.add_argument("--anchors", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128, help="the most tokens of a held-out answer")
+    parser.add_argument("--block-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    options = parser.parse_args()
+
+    gguf = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
+    tokenizer = AutoTokenizer.from_pretrained(options.target, **gguf)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16, **gguf).eval()
+    mask = options.mask_token_id
+    documents = [one for one in read_documents(options.data, tokenizer, 2048) if mask not in one.ids]
+    documents, held_out = documents[: options.documents], documents[-16:]
+    configs = {arm: make_config(target, arm, options.block_size, mask) for arm in options.arms}
+    union = sorted({layer for config in configs.values() for layer in config.target_layer_ids})
+    store = FeatureStore.build(options.output / "features", documents, target, union)
+
+    results = options.output / "results.csv"
+    rows = list(csv.DictReader(results.open())) if results.is_file() else []
+    done = {(row["arm"], row["seed"]) for row in rows}
+    for seed in range(options.seeds):
+        for arm, config in configs.items():
+            if (arm, str(seed)) in done:
+                continue
+            set_seed(seed)
+            draft = DFlashDraftModel(config)
+            arguments = DFlashTrainingArguments(
+                output_dir=str(options.output / "run"),
+                max_steps=options.steps,
+                per_device_train_batch_size=4,
+                anchors_per_document=options.anchors,
+                learning_rate=options.learning_rate,
+                lr_scheduler_type="cosine",
+                warmup_steps=options.steps // 20,
+                bf16=True,
+                use_cpu=not torch.accelerator.is_available(),
+                seed=seed,
+                save_strategy="no",
+                report_to=[],
+                logging_steps=50,
+                eval_prompts=len(held_out),
+                eval_new_tokens=options.new_tokens,
+            )
+            trainer = DFlashTrainer(draft, target, arguments, documents, held_out, train_features=store)
+            start = time.perf_counter()
+            trainer.train()
+            seconds = time.perf_counter() - start
+            metrics = trainer.evaluate()
+            row = {"arm": arm, "seed": seed, "parameters": size(config), "training_seconds": round(seconds, 1)}
+            row["feature_bytes_per_token"] = 2 * len(config.target_layer_ids) * config.target_hidden_size
+            row["draft_milliseconds"] = round(1000 * latency(draft.to(torch.bfloat16)), 2)
+            row["acceptance_length"] = round(metrics["eval_acceptance_length"], 4)
+            for place in range(1, config.num_candidates + 1):
+                row[f"accuracy_{place}"] = round(metrics[f"eval_accuracy_{place}"], 4)
+            rows.append(row)
+            part = results.with_suffix(".part")
+            with part.open("w", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=list(row))
+                writer.writeheader()
+                writer.writerows(rows)
+            part.rename(results)
+    print(table(rows))
+
+
+def table(rows: list[dict]) -> str:
+    """Mean and spread over seeds of every arm, as Markdown."""
+    lines = ["| arm | seeds | parameters | τ | accuracy, place 1 | bytes a token | draft ms | training s |"]
+    lines.append("|" + "---|" * 8)
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == arm]
+
+        def spread(name: str, own=own) -> str:
+            values = [float(row[name]) for row in own]
+            deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
+            return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
+
+        first = own[0]
+        cells = [arm, len(own), f"{int(first['parameters']) / 1e6:.1f} M", spread("acceptance_length")]
+        cells += [spread("accuracy_1"), first["feature_bytes_per_token"], first["draft_milliseconds"]]
+        cells.append(f"{statistics.mean(float(row['training_seconds']) for row in own):.0f}")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

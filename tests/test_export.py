@@ -178,6 +178,13 @@ def test_drafting_options_go_along(tmp_path, target_folder):
         assert DFlashDraftModel.from_pretrained(tmp_path / layout).generation_config.num_assistant_tokens == 3
 
 
+def test_our_layout_takes_the_name_of_the_target_and_its_number_of_layers(tmp_path, target_folder):
+    source = write_draft(tmp_path / "source", changed(ZLAB, num_target_layers=9))
+    convert(source, tmp_path / "out", "dflash", target_folder)
+    config = DFlashDraftConfig.from_pretrained(tmp_path / "out")
+    assert (config.target_name_or_path, config.num_target_layers) == (target_folder, 4)
+
+
 # refusals
 
 

@@ -559,3 +559,29 @@ def test_without_the_hook_our_own_layout_still_loads(tmp_path, draft):
         assert type(AutoModel.from_pretrained(tmp_path)) is DFlashDraftModel
     finally:
         install()
+
+
+@DOORS
+@pytest.mark.parametrize(
+    "config",
+    [
+        changed(
+            ZLAB, ("dflash_config",), architectures=["Qwen3DSparkModel"], mask_token_id=31, target_layer_ids=[1, 3]
+        ),
+        changed(ZLAB, ("dflash_config",), architectures=["Gemma4DSparkModel"], model_type="gemma4_text"),
+        changed(ZLAB, architectures=["DSparkDraftModel"]),
+        changed(SPECULATORS, architectures=["DSparkDraftModel"], speculators_model_type="dspark"),
+    ],
+    ids=["DeepSpec", "DeepSpec, Gemma", "SpecForge", "speculators"],
+)
+def test_a_dspark_draft_is_refused_by_name(tmp_path, door, config):
+    with pytest.raises(ValueError, match=f"this is a DSpark draft .{config['architectures'][0]}"):
+        door.from_pretrained(write_config(tmp_path, config))
+
+
+@DOORS
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_a_draft_with_an_embedding_or_a_full_head_of_its_own_is_refused_by_name(broken, door, name):
+    rewrite(broken, lambda weights: weights.update({name: torch.randn(32, 32)}))
+    with pytest.raises(ValueError, match=f"do not fit its config: unexpected {name}"):
+        door.from_pretrained(broken)

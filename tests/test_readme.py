@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 from conftest import REAL_DRAFT, REPO
 from test_cli import ENVIRONMENT, PROGRAM, save_target
+from transformers import AutoModel
 
 from transformers_dflash.training.command import TrainOptions, parse_options
 
@@ -57,6 +58,16 @@ def test_commands_run(command, with_local_names):
     done = subprocess.run(line, shell=True, text=True, timeout=300, **pipes)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.real
+def test_the_draft_is_converted(with_local_names, tmp_path):
+    (command,) = re.findall(r"^transformers-dflash convert.*$", "\n".join(blocks("bash")), flags=re.MULTILINE)
+    line = with_local_names(command).replace("transformers-dflash", PROGRAM, 1)
+    pipes = {"capture_output": True, "stdin": subprocess.DEVNULL, "env": ENVIRONMENT, "cwd": tmp_path}
+    done = subprocess.run(line, shell=True, text=True, timeout=300, **pipes)
+    assert done.returncode == 0, done.stderr
+    assert AutoModel.from_pretrained(tmp_path / "served").config.block_size == 8
 
 
 @pytest.mark.real

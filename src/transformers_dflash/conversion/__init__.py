@@ -1,11 +1,17 @@
 """Layouts of DFlash drafts in other systems, translated into ours while a config is read.
 
-One module a layout; each has `matches(config_dict)` and `convert_config(config_dict)`. Weights need no module: all
-layouts share the inner names but for the few in `modeling_dflash.WEIGHT_RENAMES`.
+One module a layout; each has `matches(config_dict)` and `convert_config(config_dict)`, and those that `export` writes
+have `export_config(config, architectures)`. Weights need no module: all layouts share the inner names but for the few
+in `modeling_dflash.WEIGHT_RENAMES`.
 """
 
-from . import muse, speculators, zlab
+from . import dspark, muse, speculators, zlab
 
-LAYOUTS = (speculators, muse, zlab)  # asked in this order; a config that none of them knows is ours or no draft
+LAYOUTS = (
+    dspark,
+    speculators,
+    muse,
+    zlab,
+)  # asked in this order; a config that none of them knows is ours or no draft
 
 __all__ = ["LAYOUTS"]

@@ -1,0 +1,75 @@
+"""Tokens per second of batches, side by side in one process: plain generate and this package at several batch sizes.
+
+Every method answers the same prompts, in batches of each size, in turn; a figure is all new tokens over all seconds.
+Prompts are held-out GSM8K questions, as in `decode.py`.
+
+    python benchmarks/batch.py [--sizes 1 4 16] [--prompts 16] [--new-tokens 64]
+"""
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from transformers_dflash.cli import find_example
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    arguments = parser.parse_args()
+
+    folder, file, draft_folder = find_example()
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, padding_side="left")
+    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16)
+    draft = AutoModel.from_pretrained(draft_folder, dtype=torch.bfloat16)
+    questions = [json.loads(line)["question"] for line in (HERE / "gsm8k_heldout.jsonl").open()]
+    chats = [[{"role": "user", "content": question}] for question in questions[: arguments.prompts]]
+
+    def batches(size: int) -> list[dict[str, torch.Tensor]]:
+        parts = [chats[start : start + size] for start in range(0, len(chats), size)]
+        options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
+        return [dict(tokenizer.apply_chat_template(part, **options)) for part in parts]
+
+    methods = {"plain generate": None, "transformers-dflash": draft}
+    tokens = {(name, size): 0 for name in methods for size in arguments.sizes}
+    seconds = dict.fromkeys(tokens, 0.0)
+    for assistant in methods.values():
+        target.generate(**batches(2)[0], assistant_model=assistant, do_sample=False, max_new_tokens=8)  # warm up
+    for size in arguments.sizes:
+        for batch in batches(size):
+            for name, assistant in methods.items():
+                start = time.perf_counter()
+                output = target.generate(
+                    **batch, assistant_model=assistant, do_sample=False, max_new_tokens=arguments.new_tokens
+                )
+                seconds[name, size] += time.perf_counter() - start
+                new = output[:, batch["input_ids"].shape[1] :]
+                ended = new.eq(tokenizer.eos_token_id).cumsum(1) - new.eq(tokenizer.eos_token_id).long()
+                tokens[name, size] += int((ended == 0).sum())  # padding after the end does not count
+
+    print("| method | " + " | ".join(f"batch {size}" for size in arguments.sizes) + " |")
+    print("|---" * (len(arguments.sizes) + 1) + "|")
+    for name in methods:
+        speeds = [tokens[name, size] / seconds[name, size] for size in arguments.sizes]
+        print(f"| {name} | " + " | ".join(f"{speed:.1f}" for speed in speeds) + " |")
+    print(
+        f"\nNew tokens per second. SmolLM2-135M-Instruct in bfloat16, block {draft.config.block_size}, greedy, "
+        f"{len(chats)} held-out GSM8K questions, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} "
+        f"threads of a {platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n"
+        f"Command: `python benchmarks/batch.py --sizes {' '.join(map(str, arguments.sizes))} --prompts {len(chats)} "
+        f"--new-tokens {arguments.new_tokens}`"
+    )
+
+
+if __name__ == "__main__":
+    main()

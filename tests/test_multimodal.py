@@ -230,3 +230,21 @@ def test_special_tokens_of_a_draft_where_the_text_config_has_none():
     made = DFlashDraftConfig.from_target(config, MASK_ID)
     assert (made.bos_token_id, made.eos_token_id) == (3, 4)
     assert made.hidden_size == config.text_config.hidden_size
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "paligemma"])
+def test_a_batch_of_images_gives_what_plain_generate_gives(made, name):
+    target = target_of(made, name)
+    first, second = image_inputs(name, 1, seed=0), image_inputs(name, 1, seed=1)
+    inputs = {key: torch.cat([first[key], second[key]]) for key in first}
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+    drafted = target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=draft_of(target))
+    assert drafted.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_a_batch_for_a_recurrent_target_is_refused(made, name):
+    target = target_of(made, name)
+    inputs = {key: torch.cat([value, value]) for key, value in image_inputs(name, 1).items()}
+    with pytest.raises(ValueError, match="LinearAttentionLayer; with a DFlash draft it serves one sequence at a time"):
+        target.generate(**inputs, do_sample=False, max_new_tokens=4, assistant_model=draft_of(target))

@@ -10,6 +10,8 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
+    MBartConfig,
+    MBartForCausalLM,
     StoppingCriteria,
     StoppingCriteriaList,
     TextStreamer,
@@ -259,3 +261,39 @@ def test_a_cache_that_holds_tokens_of_a_batch_is_refused(target, draft):
     target(inputs["input_ids"][:, :3], **{CACHE: cache})
     with pytest.raises(ValueError, match="holds 3 tokens of a batch"):
         target.generate(**inputs, **{CACHE: cache}, max_new_tokens=5, do_sample=False, assistant_model=draft)
+
+
+def test_a_target_that_takes_positions_from_its_cache_is_refused():
+    config = MBartConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        encoder_layers=4,
+        decoder_layers=4,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_position_embeddings=128,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    target = MBartForCausalLM(config).eval()
+    draft = make_draft(target, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
+    with pytest.raises(ValueError, match="takes positions from its cache's length"):
+        target.generate(**batch((9, 9)), max_new_tokens=8, do_sample=False, assistant_model=draft)
+    one = {name: value[:1] for name, value in batch((9, 9)).items()}
+    plain = target.generate(**one, max_new_tokens=8, do_sample=False)
+    assert target.generate(**one, max_new_tokens=8, do_sample=False, assistant_model=draft).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("option", [{"encoder_repetition_penalty": 2.0}, {"encoder_no_repeat_ngram_size": 2}])
+def test_several_answers_share_their_prompts_processors(target, option):
+    options = {"do_sample": True, "top_k": 1, "num_return_sequences": 3, "max_new_tokens": 12, **option}
+    inputs = batch((9, 9))
+    plain = target.generate(**inputs, **options)
+    drafted = target.generate(**inputs, assistant_model=make_draft(target), **options)
+    assert drafted[0].tolist() == drafted[1].tolist() == drafted[2].tolist()  # one prompt, and no choice
+    if plain[0].tolist() != plain[2].tolist():
+        pytest.skip("this Transformers applies the processor to the first rows alone")
+    assert drafted.tolist() == plain.tolist()

@@ -496,3 +496,33 @@ def test_adapters_are_trained_saved_loaded_and_decode(target, tmp_path):
         assert output.speculation.acceptance_lengths == outputs[0].speculation.acceptance_lengths
     untrained = target.generate(ids, assistant_model=AutoModel.from_pretrained(tmp_path / "base"), **options)
     assert outputs[0].speculation.acceptance_length > untrained.speculation.acceptance_length
+
+
+def test_features_of_other_documents_or_another_target_are_refused(target, draft, tmp_path):
+    documents = [document(20, 5, n) for n in range(3)]
+    store = FeatureStore.build(tmp_path / "features", documents, target, [1, 3])
+    for others, model in ((documents[::-1], target), (documents, make_target("llama", seed=7))):
+        with pytest.raises(ValueError, match="features of other documents, of another order or of another"):
+            DFlashTrainer(draft, model, arguments(tmp_path), others, train_features=store)
+
+
+def test_adapters_of_a_dflash_2_draft_train_its_small_parts_whole(target, tmp_path):
+    draft = make_draft(target, **DFLASH2)
+    adapted = with_adapters(draft, 2)
+    before = {name: weight.clone() for name, weight in adapted.named_parameters()}
+    documents = answers(target, 4)
+    DFlashTrainer(adapted, target, arguments(tmp_path, max_steps=3, learning_rate=1e-2), documents).train()
+    moved = {name for name, weight in adapted.named_parameters() if not torch.equal(weight, before[name])}
+    for part in ("attention_conv", "mlp_conv", "candidate_selector"):
+        assert any(f"{part}.modules_to_save" in name for name in moved), part
+    assert all("lora_" in name or "modules_to_save" in name for name in moved)
+    ids = prompt(6, 0)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    drafted = target.generate(ids, assistant_model=adapted.eval(), **options)
+    assert drafted.tolist() == target.generate(ids, **options).tolist()
+
+
+def test_answers_without_a_prompt_do_not_stop_an_evaluation(target, draft, tmp_path):
+    documents = [document(20, 0, 0), document(20, 5, 1)]
+    trainer = DFlashTrainer(draft, target, arguments(tmp_path, max_steps=1), documents, documents)
+    assert trainer.evaluate()["eval_acceptance_length"] >= 1

@@ -296,7 +296,7 @@ def dflash_decoding(
     if batch_size == 1:
         processors = [logits_processor]
     else:
-        processors = [for_row(logits_processor, row) for row in range(batch_size)]
+        processors = [for_row(logits_processor, row, batch_size) for row in range(batch_size)]
     rows = [
         Row(
             input_ids[i : i + 1],
@@ -342,8 +342,14 @@ def dflash_decoding(
 
             rollback.before_block()
             block_ids = _rectangle([row.ids for row in active], candidates)
+            inputs = _block_inputs(model, block_ids, k, model_kwargs)
+            if batch_size > 1 and inputs.get("position_ids") is None:  # rows that lag would get those of the longest
+                raise ValueError(
+                    f"{type(model).__name__} takes positions from its cache's length, which rows of a batch do not "
+                    "share with a DFlash draft: call generate once per sequence"
+                )
             with generator.observing():
-                outputs = model(**_block_inputs(model, block_ids, k, model_kwargs), return_dict=True)
+                outputs = model(**inputs, return_dict=True)
             logits = outputs.logits[:, -(k + 1) :].to(input_ids.device)  # (b, k + 1, V)
             committed = []
             for i, row in enumerate(active):

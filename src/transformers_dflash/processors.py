@@ -48,8 +48,10 @@ def all_row_wise(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in ROW_WISE for processor in processors)
 
 
-def for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+def for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> LogitsProcessorList:
     """The processors of one row of a batch, to be asked about that row alone.
+
+    What knows the prompts knows each once, whereas several rows may answer one of them (`num_return_sequences`).
 
     Raises:
         ValueError: one of them works on the batch as a whole, in a way that is not known here.
@@ -59,14 +61,17 @@ def for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
         kind = type(processor)
         if kind is lp.EncoderRepetitionPenaltyLogitsProcessor:  # it knows every row's prompt
             own = copy.copy(processor)
-            own.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+            prompt = row * len(processor.encoder_input_ids) // batch_size
+            own.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
         elif kind is lp.EncoderNoRepeatNGramLogitsProcessor:
             own = copy.copy(processor)
-            own.batch_size, own.generated_ngrams = 1, processor.generated_ngrams[row : row + 1]
+            prompt = row * processor.batch_size // batch_size
+            own.batch_size, own.generated_ngrams = 1, processor.generated_ngrams[prompt : prompt + 1]
         elif kind is lp.RepetitionPenaltyLogitsProcessor:
             own = copy.copy(processor)
             if isinstance(processor.prompt_ignore_length, torch.Tensor):  # one for each row
-                own.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+                prompt = row * len(processor.prompt_ignore_length) // batch_size
+                own.prompt_ignore_length = processor.prompt_ignore_length[prompt : prompt + 1]
         elif kind in ROW_WISE or kind in PREFIX_PURE:
             own = processor
         elif kind is lp.PrefixConstrainedLogitsProcessor:

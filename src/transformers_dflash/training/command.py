@@ -203,6 +203,7 @@ def with_adapters(draft: DFlashDraftModel, rank: int) -> Any:
 
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     whole = ["fc", "hidden_norm", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"]
+    whole += ["attention_conv", "mlp_conv", "candidate_selector", "lm_head"]
     names = {name.rpartition(".")[2] for name, _ in draft.named_modules()}
     return get_peft_model(
         draft,

@@ -14,7 +14,7 @@ from ..outputs import SpeculationStatistics
 from ..target import Target
 from .blocks import ATTENTION, IGNORED, Blocks, block_labels, pad_anchors, possible_anchors, sample_anchors
 from .data import Document
-from .features import FeatureStore, TargetFeatures
+from .features import FeatureStore, TargetFeatures, fingerprint
 from .objective import LOSSES, Objective, default_gamma
 
 _FINAL = -1  # the tap that stands for the target's last hidden states
@@ -177,9 +177,15 @@ class DFlashTrainer(Trainer):
         for documents in (train_documents, eval_documents):
             refuse_mask_token(documents or (), config.mask_token_id)
 
+        if train_features is not None:
+            mark = fingerprint(train_documents, target, train_features.layer_ids)
+            if mark != train_features.fingerprint:
+                raise ValueError(
+                    f"{train_features.folder} holds features of other documents, of another order or of another "
+                    "target: build them anew"
+                )
         model.float()  # masters: an update is far smaller than what bfloat16 can tell apart
-        if config._attn_implementation != "flex_attention":
-            draft.set_attn_implementation(ATTENTION)
+        draft.set_attn_implementation(ATTENTION)
         datasets: dict[str, Any] = {}
         if train_documents is not None:
             datasets["train_dataset"] = BlockDataset(
@@ -295,7 +301,10 @@ class DFlashTrainer(Trainer):
         )
         statistics: list[SpeculationStatistics] = []
         for document in documents:
-            prompt = torch.tensor([document.ids[: document.response_mask.index(True)]], device=target.device)
+            start = document.response_mask.index(True)
+            if start == 0:  # no prompt to answer
+                continue
+            prompt = torch.tensor([document.ids[:start]], device=target.device)
             output = target.generate(
                 prompt, attention_mask=torch.ones_like(prompt), generation_config=options, assistant_model=draft
             )

@@ -18,7 +18,7 @@ from huggingface_hub import InferenceClient
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from transformers_dflash.training.command import train_command
-from transformers_dflash.training.regenerate import ResponseFile, answer_by_server, answer_in_process, regenerate
+from transformers_dflash.training.regenerate import ResponseFile, answer_by_server, answer_in_process, mark, regenerate
 
 PROGRAM = str(Path(sys.executable).with_name("transformers-dflash"))
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -204,7 +204,7 @@ def test_answers_go_on_after_a_cut_and_none_is_lost_or_made_twice(tmp_path):
 
     def answer(missing):
         for index, row in missing:
-            if index == 3 and not ResponseFile(path).done >= {0, 1, 2, 4}:
+            if index == 3 and 4 not in ResponseFile(path).done:
                 raise RuntimeError("gone")
             asked.append(index)
             yield [{"index": index, "prompt": row["prompt"], "response": "é"}]
@@ -215,10 +215,14 @@ def test_answers_go_on_after_a_cut_and_none_is_lost_or_made_twice(tmp_path):
         file.write('{"index": 4, "prom')  # cut off while it was written
     with pytest.raises(RuntimeError):
         regenerate(rows, path, answer)
-    ResponseFile(path).add([{"index": 4, "response": "x"}])
+    ResponseFile(path).add([{"index": 4, "response": "x", "mark": mark(rows[4])}])
     regenerate(rows, path, answer)
     assert asked == [0, 1, 2, 3, 5]
     assert sorted(json.loads(line)["index"] for line in path.read_text().splitlines()) == list(range(6))
+
+    for others in (rows[::-1], rows[:3]):
+        with pytest.raises(ValueError, match="holds an answer to another prompt than row"):
+            regenerate(others, path, answer)
 
     path.write_text("[1]\n")
     with pytest.raises(ValueError, match="line 1 is no answered row"):

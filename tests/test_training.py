@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import MASK, VOCAB, make_draft, make_target, prompt
 from peft import PeftModel
-from transformers import AutoModel
+from transformers import AutoModel, EarlyStoppingCallback
 
 from transformers_dflash.target import Target, draft_logits
 from transformers_dflash.training import (
@@ -446,6 +446,8 @@ def test_documents_that_cannot_be_trained_on_are_refused(target, draft, tmp_path
     other = make_target("qwen3")
     with pytest.raises(ValueError, match="loss_type is one of ce, kl, dpace"):
         arguments(tmp_path, loss_type="mse")
+    with pytest.raises(ValueError, match="keeps the anchors of the first epoch"):
+        arguments(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
     shallow = make_draft(other, target_layer_ids=[1, 9], num_target_layers=None)
     with pytest.raises(ValueError, match="taps layer 9"):
         DFlashTrainer(shallow, target, arguments(tmp_path), [document(20, 4, 0)])
@@ -526,3 +528,16 @@ def test_answers_without_a_prompt_do_not_stop_an_evaluation(target, draft, tmp_p
     documents = [document(20, 0, 0), document(20, 5, 1)]
     trainer = DFlashTrainer(draft, target, arguments(tmp_path, max_steps=1), documents, documents)
     assert trainer.evaluate()["eval_acceptance_length"] >= 1
+
+
+def test_early_stopping_sees_the_acceptance_length(target, draft, tmp_path):
+    documents = answers(target, 4)
+    options = {"learning_rate": 0.0, "num_train_epochs": 6, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "acceptance_length"}
+    options |= {"greater_is_better": True}
+    trainer = DFlashTrainer(
+        draft, target, arguments(tmp_path, **options), documents, documents, callbacks=[EarlyStoppingCallback(1)]
+    )
+    trainer.train()
+    assert trainer.state.epoch == 2  # nothing gets better
+    assert trainer.state.best_metric >= 1

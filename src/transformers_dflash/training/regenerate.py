@@ -4,6 +4,7 @@ A draft learns to guess its target, not a data set: answers of other origin teac
 write. Rows go to a JSONL file as they are finished, so that a run that was cut goes on where it stood.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +38,13 @@ def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     )
 
 
+def mark(row: dict[str, Any]) -> str:
+    """A short text that tells a row's prompt from others."""
+    return hashlib.sha256(json.dumps(prompt_messages(row)).encode()).hexdigest()[:12]
+
+
 class ResponseFile:
-    """Answered rows as JSON lines, each with the `index` of its prompt.
+    """Answered rows as JSON lines, each with the `index` of its prompt and a `mark` that tells prompts apart.
 
     Args:
         path: of the file. What it holds already is kept, but for a last line that was cut off.
@@ -49,7 +55,7 @@ class ResponseFile:
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
-        self.done: set[int] = set()
+        self.done: dict[int, str] = {}  # index: the prompt's mark
         if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return
@@ -59,11 +65,12 @@ class ResponseFile:
                 if not line.endswith(b"\n"):
                     break  # cut off while it was written
                 try:
-                    self.done.add(json.loads(line)["index"])
+                    row = json.loads(line)
+                    self.done[row["index"]] = row["mark"]
                 except (ValueError, KeyError, TypeError):
                     raise ValueError(
-                        f"{self.path}, line {number} is no answered row with an `index`: move the file away, or name "
-                        "another one"
+                        f"{self.path}, line {number} is no answered row with `index` and `mark`: move the file "
+                        "away, or name another one"
                     ) from None
                 whole += len(line)
         os.truncate(self.path, whole)
@@ -74,7 +81,7 @@ class ResponseFile:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
-        self.done.update(row["index"] for row in rows)
+        self.done.update({row["index"]: row["mark"] for row in rows})
 
 
 def regenerate(
@@ -91,13 +98,23 @@ def regenerate(
         answer: takes what is missing, as pairs of index and row, and gives lists of answered rows:
             `answer_in_process` or `answer_by_server`, with their first arguments filled in.
         progress: called with the number of rows that were just finished.
+
+    Raises:
+        ValueError: the file holds answers to other prompts.
     """
     file = ResponseFile(path)
+    marks = [mark(row) for row in rows]
+    for index, found in file.done.items():
+        if index >= len(rows) or found != marks[index]:
+            raise ValueError(
+                f"{path} holds an answer to another prompt than row {index + 1} of these: name another file or output "
+                "folder, or move this one away"
+            )
     if progress is not None and file.done:
         progress(len(file.done))
     missing = [(index, row) for index, row in enumerate(rows) if index not in file.done]
     for finished in answer(missing):
-        file.add(finished)
+        file.add([row | {"mark": marks[row["index"]]} for row in finished])
         if progress is not None:
             progress(len(finished))
 
@@ -185,4 +202,4 @@ def answer_by_server(
                 ) from failed
 
 
-__all__ = ["ResponseFile", "answer_by_server", "answer_in_process", "prompt_messages", "regenerate"]
+__all__ = ["ResponseFile", "answer_by_server", "answer_in_process", "mark", "prompt_messages", "regenerate"]

@@ -50,6 +50,11 @@ class DFlashTrainingArguments(TrainingArguments):
         self.label_names = ["labels"]
         if self.loss_type not in LOSSES:
             raise ValueError(f"loss_type is one of {', '.join(LOSSES)}; got {self.loss_type!r}")
+        if self.dataloader_persistent_workers:
+            raise ValueError(
+                "dataloader_persistent_workers keeps the anchors of the first epoch for all: leave it out, workers "
+                "that are started in every epoch draw them anew"
+            )
         if self.anchors_per_document < 1:
             raise ValueError(f"anchors_per_document must be at least 1, got {self.anchors_per_document}")
 
@@ -273,19 +278,20 @@ class DFlashTrainer(Trainer):
         with torch.no_grad():
             return self.compute_loss(model, inputs).detach(), None, None
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """As `Trainer.evaluate`, with the accuracy of each place and the acceptance length of real answers."""
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
+        """As `Trainer.evaluation_loop`, with the accuracy of each place and the acceptance length of real answers.
+
+        Here, and not after the evaluation, so that callbacks such as early stopping see them.
+        """
         training_places, self._places = self._places, None
         self.model.eval()
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        more = {f"{metric_key_prefix}_{name}": value for name, value in self._take_accuracies().items()}
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        more = self._take_accuracies()
         self._places = training_places
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if self.args.eval_prompts:
-            length = self.acceptance_length(dataset.documents[: self.args.eval_prompts])
-            more[f"{metric_key_prefix}_acceptance_length"] = length
-        self.log(more)
-        return metrics | more
+            more["acceptance_length"] = self.acceptance_length(dataloader.dataset.documents[: self.args.eval_prompts])
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in more.items()})
+        return output
 
     @torch.no_grad()
     def acceptance_length(self, documents: Sequence[Document]) -> float:

@@ -27,8 +27,11 @@ def test_oracle_candidates_give_plain_output_in_the_fewest_forwards(targets, fam
     assert len(forwards) == expected_forwards(NEW_TOKENS, num_right)
 
 
-def stateless_draft_logits(target, draft, ids, k):
-    """The draft's logits after `ids`, from a target forward without cache and a draft forward without cache."""
+def stateless_draft_logits(target, draft, ids, k, **inputs):
+    """The draft's logits after `ids`, from a target forward without cache and a draft forward without cache.
+
+    `inputs` are what else the target is given, such as images.
+    """
     states = {}
     hooks = [
         layer.register_forward_hook(
@@ -36,7 +39,7 @@ def stateless_draft_logits(target, draft, ids, k):
         )
         for n, layer in enumerate(decoder_layers(target))
     ]
-    target(ids, use_cache=False)
+    target(ids, use_cache=False, **inputs)
     for hook in hooks:
         hook.remove()
     features = torch.cat([states[tap] for tap in draft.config.target_layer_ids], dim=-1)[:, :-1]  # all but the anchor

@@ -5,11 +5,10 @@ import torch
 import transformers
 from conftest import CACHE, COMMON, VOCAB, WINDOW, make_draft
 from oracle import count_forwards, expected_forwards, oracle
-from test_decoding import target_logits
+from test_decoding import stateless_draft_logits
 from transformers import DynamicCache
 
 from transformers_dflash import DFlashDraftConfig
-from transformers_dflash.target import decoder_layers
 
 NEW_TOKENS = 24
 IMAGE, VIDEO, START, END, MASK_ID = 30, 29, 28, 27, 31
@@ -135,28 +134,15 @@ def greedy(target, inputs, draft=None, **options):
     return target.generate(**inputs, assistant_model=draft, suppress_tokens=SPECIAL, **options)
 
 
-def stateless_draft_logits(target, draft, inputs, ids, k):
-    """The draft's logits after `ids`, with nothing cached on either side; positions are counts of tokens."""
-    states, hooks = {}, []
-    for n, layer in enumerate(decoder_layers(target)):
-        hooks.append(
-            layer.register_forward_hook(
-                lambda _m, _i, out, n=n: states.update({n: out if isinstance(out, torch.Tensor) else out[0]})
-            )
-        )
+def whole_inputs(target, inputs, length) -> dict:
+    """What a forward over all `length` tokens is given beside their ids: the prompt's images, every token's type."""
     grown = {key: value for key, value in inputs.items() if key.startswith(("pixel", "image"))}
     for key in ("token_type_ids", "mm_token_type_ids"):
         if key in inputs:
-            more = ids.shape[1] - inputs[key].shape[1]
+            more = length - inputs[key].shape[1]
             answer = int(target.config.model_type == "paligemma")  # there 0 is the prompt, which sees all of itself
             grown[key] = torch.cat([inputs[key], inputs[key].new_full((1, more), answer)], dim=1)
-    target(input_ids=ids, use_cache=False, **grown)
-    for hook in hooks:
-        hook.remove()
-    features = torch.cat([states[tap] for tap in draft.config.target_layer_ids], dim=-1)[:, :-1]
-    block = torch.tensor([[int(ids[0, -1])] + [draft.config.mask_token_id] * k])
-    hidden = draft(target.get_input_embeddings()(block), features).last_hidden_state[:, 1:]
-    return target_logits(target, hidden)[0]
+    return grown
 
 
 @pytest.mark.parametrize("num_right", range(6))
@@ -180,7 +166,9 @@ def test_draft_logits_of_every_round_equal_a_stateless_recompute(made, name, num
     with torch.no_grad(), oracle(torch.cat([answer, answer], dim=1), 2, VOCAB) as rounds:
         assert torch.equal(greedy(target, inputs, draft), answer)
         for each in rounds:
-            expected = stateless_draft_logits(target, draft, inputs, each["input_ids"], len(each["logits"]))
+            ids = each["input_ids"]
+            more = whole_inputs(target, inputs, ids.shape[1])
+            expected = stateless_draft_logits(target, draft, ids, len(each["logits"]), **more)
             torch.testing.assert_close(each["logits"], expected, atol=1e-4, rtol=1e-4)
 
 

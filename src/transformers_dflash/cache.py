@@ -32,8 +32,7 @@ def right_aligned(held: int, valid: torch.Tensor, taken: torch.Tensor) -> torch.
 
 def take_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """`(b, heads, n, d)` and indices `(b, m)` into n: `(b, heads, m, d)`."""
-    index = columns.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-    return states.gather(2, index)
+    return states.take_along_dim(columns.to(states.device)[:, None, :, None], dim=2)
 
 
 class ContextLayer:

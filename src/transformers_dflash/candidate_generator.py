@@ -46,7 +46,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         context: what the draft knows already, from an earlier call on the same target cache.
 
     Raises:
-        ValueError: the draft cannot belong to the target.
+        ValueError: the draft cannot belong to this target.
     """
 
     requires_model_outputs = True  # the target must have run before the first draft
@@ -118,7 +118,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             kept = kept[:, -new.shape[1] :].to(new.device)
             counts = kept.sum(1).tolist()
             first = (~kept).long().argsort(dim=1, stable=True)[:, : max(counts)]  # (b, n), the row's own columns first
-            new = new.gather(1, first[:, :, None].expand(-1, -1, new.shape[2]))
+            new = new.take_along_dim(first[:, :, None], dim=1)
         self._append(new, counts)
         return num_cached
 
@@ -137,7 +137,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.num_pending = [a + b for a, b in zip(self.num_pending, counts, strict=True)]
         place = torch.arange(max(self.num_pending), device=new.device)
         columns = torch.where(place < old, place, self.features.shape[1] + place - old).clamp(max=both.shape[1] - 1)
-        self.features = both.gather(1, columns[:, :, None].expand(-1, -1, both.shape[2]))
+        self.features = both.take_along_dim(columns[:, :, None], dim=1)
 
     def context(self, target_length: int) -> DraftContext:
         """What to keep beside a target cache of `target_length` tokens for the next call; of a batch of one."""

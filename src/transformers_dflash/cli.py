@@ -125,9 +125,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def convert_command(options: argparse.Namespace, unknown: list[str]) -> int:
-    if unknown:
-        build_parser().error(f"unrecognized arguments: {' '.join(unknown)}")
+def convert_command(options: argparse.Namespace) -> int:
     be_quiet()
     try:
         convert(options.source, options.destination, options.to, options.target)
@@ -143,18 +141,16 @@ def be_quiet() -> None:
     huggingface_hub.logging.set_verbosity_error()
 
 
-def run_training(_options: argparse.Namespace, arguments: list[str]) -> int:
+def run_training(options: argparse.Namespace) -> int:
     from .training.command import train_command  # Trainer takes seconds to import
 
     try:
-        return train_command(arguments)
+        return train_command(options.passed_on)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         raise BadInput(one_line(error)) from error
 
 
-def generate_command(options: argparse.Namespace, unknown: list[str]) -> int:
-    if unknown:
-        build_parser().error(f"unrecognized arguments: {' '.join(unknown)}")
+def generate_command(options: argparse.Namespace) -> int:
     be_quiet()
     refuse_options_that_clash(options)
     prompt = read_prompt(options)
@@ -326,9 +322,13 @@ def one_line(error: Exception) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options, unknown = build_parser().parse_known_args(argv)
+    parser = build_parser()
+    options, passed_on = parser.parse_known_args(argv)
+    if passed_on and options.run is not run_training:  # which has a parser of its own
+        parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
+    options.passed_on = passed_on
     try:
-        return options.run(options, unknown)
+        return options.run(options)
     except BadInput as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2

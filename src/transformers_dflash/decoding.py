@@ -342,7 +342,8 @@ def dflash_decoding(
 
             rollback.before_block()
             block_ids = _rectangle([row.ids for row in active], candidates)
-            inputs = _block_inputs(model, block_ids, k, model_kwargs)
+            grown = _grown(model, ModelOutput(), model_kwargs, k)
+            inputs = _block_inputs(model, block_ids, k, grown)
             if batch_size > 1 and inputs.get("position_ids") is None:  # rows that lag would get those of the longest
                 raise ValueError(
                     f"{type(model).__name__} takes positions from its cache's length, which rows of a batch do not "
@@ -365,19 +366,17 @@ def dflash_decoding(
 
             if len(set(committed)) == 1:
                 if rollback.after_block(k + 1, committed[0]):
+                    again = _grown(model, ModelOutput(), model_kwargs, committed[0] - 1)
                     ids = active[0].ids[:, :-1]
-                    model(**_block_inputs(model, ids, committed[0] - 1, model_kwargs), return_dict=True)
+                    model(**_block_inputs(model, ids, committed[0] - 1, again), return_dict=True)
                 cached_length += committed[0]
                 model_kwargs = _grown(model, outputs, model_kwargs, committed[0])
             else:
-                known = torch.tensor([row.known for row in active])
-                columns = right_aligned(cached_length, known, torch.tensor(committed))  # (b, n)
+                known, new = torch.tensor([row.known for row in active]), torch.tensor(committed)
+                columns = right_aligned(cached_length, known, new)  # (b, n)
                 rollback.after_ragged_block(columns, cached_length + k + 1)
-                model_kwargs = _grown(model, ModelOutput(), model_kwargs, k) if k else model_kwargs
-                model_kwargs = _rearranged(
-                    model_kwargs, columns, known + torch.tensor(committed), cached_length + k + 1
-                )
-                model_kwargs = _grown(model, outputs, model_kwargs, 1)
+                moved = _rearranged(grown, columns, known + new, cached_length + k + 1)
+                model_kwargs = _grown(model, outputs, moved, 1)
                 cached_length = columns.shape[1]
             for row, count in zip(active, committed, strict=True):
                 row.known += count
@@ -465,9 +464,7 @@ def _rearranged(
 def _block_inputs(
     model: PreTrainedModel, block_ids: torch.Tensor, num_candidates: int, model_kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The target's inputs for the anchor and the candidates; masks and positions grow as the model does it."""
-    if num_candidates:
-        model_kwargs = _grown(model, ModelOutput(), dict(model_kwargs), num_candidates)
+    """The target's inputs for the anchor and the candidates, by masks and positions that were grown for them."""
     inputs = model.prepare_inputs_for_generation(
         block_ids, next_sequence_length=num_candidates + 1, is_first_iteration=False, **model_kwargs
     )
@@ -481,7 +478,8 @@ def _grown(model: PreTrainedModel, outputs: ModelOutput, model_kwargs: dict[str,
 
     One call for all of them repeats the last `num_new` token types, where single steps repeat the last one.
     """
-    if model_kwargs.get("token_type_ids") is None:
+    model_kwargs = dict(model_kwargs)  # the model writes into it
+    if model_kwargs.get("token_type_ids") is None and num_new:
         return model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=num_new)
     for _ in range(num_new):
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)

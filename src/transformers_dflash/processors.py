@@ -56,22 +56,25 @@ def for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> Logit
     Raises:
         ValueError: one of them works on the batch as a whole, in a way that is not known here.
     """
+
+    def own_prompt(num_prompts: int) -> slice:
+        prompt = row * num_prompts // batch_size
+        return slice(prompt, prompt + 1)
+
     chosen = LogitsProcessorList()
     for processor in processors:
         kind = type(processor)
         if kind is lp.EncoderRepetitionPenaltyLogitsProcessor:  # it knows every row's prompt
             own = copy.copy(processor)
-            prompt = row * len(processor.encoder_input_ids) // batch_size
-            own.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
+            own.encoder_input_ids = processor.encoder_input_ids[own_prompt(len(processor.encoder_input_ids))]
         elif kind is lp.EncoderNoRepeatNGramLogitsProcessor:
             own = copy.copy(processor)
-            prompt = row * processor.batch_size // batch_size
-            own.batch_size, own.generated_ngrams = 1, processor.generated_ngrams[prompt : prompt + 1]
+            own.batch_size, own.generated_ngrams = 1, processor.generated_ngrams[own_prompt(processor.batch_size)]
         elif kind is lp.RepetitionPenaltyLogitsProcessor:
             own = copy.copy(processor)
             if isinstance(processor.prompt_ignore_length, torch.Tensor):  # one for each row
-                prompt = row * len(processor.prompt_ignore_length) // batch_size
-                own.prompt_ignore_length = processor.prompt_ignore_length[prompt : prompt + 1]
+                ignored = processor.prompt_ignore_length
+                own.prompt_ignore_length = ignored[own_prompt(len(ignored))]
         elif kind in ROW_WISE or kind in PREFIX_PURE:
             own = processor
         elif kind is lp.PrefixConstrainedLogitsProcessor:

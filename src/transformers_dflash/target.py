@@ -88,6 +88,12 @@ class Target:
         self.embedding = model.get_input_embeddings()
         self.output_embedding = model.get_output_embeddings()
 
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding; of one that is wrapped, what the config says."""
+        wrapped = not isinstance(self.embedding, nn.Embedding)
+        return self.config.vocab_size if wrapped else self.embedding.num_embeddings
+
     def embed(self, ids: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Embeddings of a block as drafts were trained on: scaled where the family scales, never normed.
 
@@ -176,8 +182,7 @@ class Target:
                     f"the draft's {name} is {getattr(config, name)}, but the target's hidden_size is "
                     f"{self.config.hidden_size}{made_for}: {mend}"
                 )
-        wrapped = not isinstance(self.embedding, nn.Embedding)
-        rows = self.config.vocab_size if wrapped else self.embedding.num_embeddings
+        rows = self.num_embeddings
         if config.mask_token_id >= rows:
             raise ValueError(
                 f"the draft's mask_token_id {config.mask_token_id} is not a row of the target's embedding, which has "

@@ -7,11 +7,7 @@ in `modeling_dflash.WEIGHT_RENAMES`.
 
 from . import dspark, muse, speculators, zlab
 
-LAYOUTS = (
-    dspark,
-    speculators,
-    muse,
-    zlab,
-)  # asked in this order; a config that none of them knows is ours or no draft
+# Asked in this order; a config that none of them knows is ours or no draft.
+LAYOUTS = (dspark, speculators, muse, zlab)
 
 __all__ = ["LAYOUTS"]

@@ -22,7 +22,6 @@ def convert_config(config_dict: dict[str, Any]) -> dict[str, Any]:
     """
     name = ", ".join(config_dict.get("architectures") or ["dspark"])
     raise ValueError(
-        f"this is a DSpark draft ({name}): its first slot predicts "
-        "too, and it may hold a Markov head, an embedding and a head of its own, none of which is read; take a DFlash "
-        "or DFlash 2 draft of this target"
+        f"this is a DSpark draft ({name}): its first slot predicts too, and it may hold a Markov head, an embedding "
+        "and a head of its own, none of which is read; take a DFlash or DFlash 2 draft of this target"
     )

@@ -15,9 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..configuration_dflash import DFlashDraftConfig
 
 IGNORED = -100  # the label of a slot that is not supervised, as in Transformers
-ATTENTION = (
-    "block_diffusion"  # the name below among Transformers' attention functions; one with "flash" in it means a kernel
-)
+# The name of `attend_blocks` among Transformers' attention functions, where one with "flash" in it means a kernel.
+ATTENTION = "block_diffusion"
 _PADDING = -1  # an anchor that stands for none
 
 

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 
 from ..configuration_dflash import DFlashDraftConfig, default_target_layer_ids
 from ..modeling_dflash import DFlashDraftModel
+from ..target import Target
 from .data import Document, encode, read_rows
 from .features import FeatureStore, bytes_per_token
-from .regenerate import answer_by_server, answer_in_process, regenerate
-from .trainer import DFlashTrainer, DFlashTrainingArguments, trainable
+from .regenerate import answer_by_server, answer_in_process, end_tokens, regenerate
+from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, trainable
 
 PROGRAM = "transformers-dflash train"
 
@@ -184,13 +185,12 @@ def unused_token(target: PreTrainedModel, tokenizer: Any, documents: Sequence[Do
     Raises:
         ValueError: there is none.
     """
-    rows = target.get_input_embeddings().num_embeddings
+    rows = Target(target).num_embeddings
     if rows > len(tokenizer):
         return len(tokenizer)
     used = {token for document in documents for token in document.ids}
     used |= set(tokenizer.convert_tokens_to_ids([tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]))
-    ids = target.generation_config.eos_token_id
-    used |= set(ids if isinstance(ids, list) else [ids])
+    used |= end_tokens(target)
     free = [id for id in sorted(tokenizer.added_tokens_decoder) if id not in used and id < rows]
     if not free:
         raise ValueError("the target's embedding has no row that no text uses: name one with --mask_token_id")
@@ -217,7 +217,7 @@ def with_adapters(draft: DFlashDraftModel, rank: int) -> Any:
 
 
 def store_features(options, draft, training, documents, target) -> FeatureStore:
-    layers = [*draft.config.target_layer_ids, *([-1] if training.loss_type == "kl" else [])]
+    layers = layers_to_read(draft.config, training.loss_type)
     tokens = sum(len(document.ids) for document in documents)
     size = tokens * bytes_per_token(target, layers) / 2**30
     print(f"the target's states of {tokens} tokens take {size:.2f} GiB in {options.features}", flush=True)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ..target import TapRecorder, Target
 from .data import Document
 
+LAST_STATES = -1  # the tap that stands for the target's last hidden states, after its final norm
 _INDEX = "index.json"
 _DOCUMENTS_PER_SHARD = 64
 
@@ -28,14 +29,14 @@ class TargetFeatures:
 
     Args:
         model: the target, in evaluation mode.
-        layer_ids: the taps; -1 stands for the target's last hidden states, after its final norm.
+        layer_ids: the taps, and `LAST_STATES`.
     """
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]):
         self.model = model
         self.target = Target(model)
         self.layer_ids = list(layer_ids)
-        self.tapped = [layer for layer in self.layer_ids if layer >= 0]
+        self.tapped = [layer for layer in self.layer_ids if layer != LAST_STATES]
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,7 +53,7 @@ class TargetFeatures:
             states = recorder.take().unflatten(-1, (len(self.tapped), width))  # (b, n, taps, H)
         finally:
             recorder.close()
-        parts = [last if layer < 0 else states[:, :, self.tapped.index(layer)] for layer in self.layer_ids]
+        parts = [last if layer == LAST_STATES else states[:, :, self.tapped.index(layer)] for layer in self.layer_ids]
         return torch.stack(parts, dim=2)
 
 
@@ -116,7 +117,7 @@ class FeatureStore:
             folder: where to.
             documents: in the order in which they will be asked for.
             model: the target.
-            layer_ids: taps, -1 for the last hidden states.
+            layer_ids: taps, and `LAST_STATES`.
             progress: called with each shard's number of documents, for a progress bar.
 
         Raises:
@@ -187,4 +188,4 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-__all__ = ["FeatureStore", "TargetFeatures", "bytes_per_token", "fingerprint"]
+__all__ = ["LAST_STATES", "FeatureStore", "TargetFeatures", "bytes_per_token", "fingerprint"]

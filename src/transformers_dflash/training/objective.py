@@ -22,6 +22,11 @@ LOSSES = ("ce", "kl", "dpace")
 _GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}  # the paper's, by block size
 
 
+def needs_teacher(loss: str) -> bool:
+    """Whether a loss takes the target's last hidden states, for its law."""
+    return loss == "kl"
+
+
 def decay_weights(num_places: int, gamma: float, device: torch.device) -> torch.Tensor:
     """exp(-j / γ) for places j = 0, 1, ..., as shares that sum to 1: `(K,)`."""
     weights = torch.exp(-torch.arange(num_places, device=device) / gamma)
@@ -67,11 +72,6 @@ class Objective:
     selector_weight: float = 1.0
     chunk: int = 1024
 
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the target's last hidden states are needed, for its law."""
-        return self.loss == "kl"
-
     def __call__(
         self,
         draft: DFlashDraftModel,
@@ -107,7 +107,7 @@ class Objective:
                 weights = dpace_weights(confidence, supervised[rows], self.alpha)
             else:
                 weights = decay_weights(wanted.shape[1], self.gamma, wanted.device) * supervised[rows]
-            if self.loss == "kl":
+            if needs_teacher(self.loss):
                 losses = divergence(target.scale_logits(target.head(teacher[rows])).float(), logits)
             total = (losses * weights).sum()
             choice = logits
@@ -185,4 +185,13 @@ def selector_scores(
     return scores.view_as(logits)
 
 
-__all__ = ["LOSSES", "Objective", "cross_entropy", "decay_weights", "default_gamma", "divergence", "dpace_weights"]
+__all__ = [
+    "LOSSES",
+    "Objective",
+    "cross_entropy",
+    "decay_weights",
+    "default_gamma",
+    "divergence",
+    "dpace_weights",
+    "needs_teacher",
+]

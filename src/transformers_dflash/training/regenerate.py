@@ -38,6 +38,12 @@ def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     )
 
 
+def end_tokens(model: PreTrainedModel) -> set[int | None]:
+    """The tokens that end a model's answer."""
+    ends = model.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends])
+
+
 def mark(row: dict[str, Any]) -> str:
     """A short text that tells a row's prompt from others."""
     return hashlib.sha256(json.dumps(prompt_messages(row)).encode()).hexdigest()[:12]
@@ -134,8 +140,7 @@ def answer_in_process(
     A response that ended by itself ends with its end token; one that was cut at `max_new_tokens` does not.
     """
     encoded = [(index, chat_ids(prompt_messages(row), tokenizer, **template_options)) for index, row in missing]
-    ends = model.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
+    ends = end_tokens(model)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends))
     # A reproducible draw whatever was answered before: every batch is seeded by its first row.
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -202,4 +207,12 @@ def answer_by_server(
                 ) from failed
 
 
-__all__ = ["ResponseFile", "answer_by_server", "answer_in_process", "mark", "prompt_messages", "regenerate"]
+__all__ = [
+    "ResponseFile",
+    "answer_by_server",
+    "answer_in_process",
+    "end_tokens",
+    "mark",
+    "prompt_messages",
+    "regenerate",
+]

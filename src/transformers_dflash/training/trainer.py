@@ -8,16 +8,15 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from ..configuration_dflash import DFlashDraftConfig
 from ..integration import draft_of
 from ..modeling_dflash import DFlashDraftModel
-from ..outputs import SpeculationStatistics
 from ..target import Target
 from .blocks import ATTENTION, IGNORED, Blocks, block_labels, pad_anchors, possible_anchors, sample_anchors
 from .data import Document
-from .features import FeatureStore, TargetFeatures, fingerprint
-from .objective import LOSSES, Objective, default_gamma
+from .features import LAST_STATES, FeatureStore, TargetFeatures, fingerprint
+from .objective import LOSSES, Objective, default_gamma, needs_teacher
 
-_FINAL = -1  # the tap that stands for the target's last hidden states
 _TOLERATED_STEPS = 10  # in a row, without finite gradients
 
 
@@ -177,7 +176,7 @@ class DFlashTrainer(Trainer):
         target.requires_grad_(False).eval()
         gamma = default_gamma(config.block_size) if args.decay_gamma is None else args.decay_gamma
         self.objective = Objective(args.loss_type, gamma, args.dpace_alpha, args.selector_loss_weight)
-        self.layer_ids = [*config.target_layer_ids, *([_FINAL] if self.objective.needs_teacher else [])]
+        self.layer_ids = layers_to_read(config, args.loss_type)
         self.target_features = TargetFeatures(target, self.layer_ids)
         for documents in (train_documents, eval_documents):
             refuse_mask_token(documents or (), config.mask_token_id)
@@ -247,7 +246,7 @@ class DFlashTrainer(Trainer):
             labels[real],
             previous[real].clamp(min=0),
             _teacher_states(states[:, :, num_taps], anchors, config.num_candidates)[real]
-            if self.objective.needs_teacher
+            if needs_teacher(self.args.loss_type)
             else None,
         )
         self._count_places(counts, right)
@@ -305,7 +304,7 @@ class DFlashTrainer(Trainer):
             eos_token_id=target.generation_config.eos_token_id,
             pad_token_id=target.generation_config.pad_token_id,
         )
-        statistics: list[SpeculationStatistics] = []
+        lengths: list[int] = []
         for document in documents:
             start = document.response_mask.index(True)
             if start == 0:  # no prompt to answer
@@ -314,9 +313,13 @@ class DFlashTrainer(Trainer):
             output = target.generate(
                 prompt, attention_mask=torch.ones_like(prompt), generation_config=options, assistant_model=draft
             )
-            statistics.append(output.speculation)
-        rounds = sum(one.rounds for one in statistics)
-        return sum(sum(one.acceptance_lengths) for one in statistics) / rounds if rounds else float("nan")
+            lengths += output.speculation.acceptance_lengths
+        return sum(lengths) / len(lengths) if lengths else float("nan")
+
+
+def layers_to_read(config: DFlashDraftConfig, loss_type: str) -> list[int]:
+    """What of the target a draft's training reads: its taps, and the last states where the loss takes the law."""
+    return [*config.target_layer_ids, *([LAST_STATES] if needs_teacher(loss_type) else [])]
 
 
 def trainable(document: Document) -> bool:
@@ -367,4 +370,12 @@ class _SkipNonFiniteSteps(TrainerCallback):
         optimizer.zero_grad(set_to_none=True)
 
 
-__all__ = ["BlockDataset", "DFlashTrainer", "DFlashTrainingArguments", "collate", "refuse_mask_token", "trainable"]
+__all__ = [
+    "BlockDataset",
+    "DFlashTrainer",
+    "DFlashTrainingArguments",
+    "collate",
+    "layers_to_read",
+    "refuse_mask_token",
+    "trainable",
+]

@@ -15,11 +15,13 @@ if Version(version("transformers")) < Version(TRANSFORMERS_FLOOR):
         f"pip install -U 'transformers>={TRANSFORMERS_FLOOR}'"
     )
 
-from .cache import ContextCache  # noqa: E402  the version is checked first: older ones fail inside these imports
+from . import hub  # noqa: E402  the version is checked first: older ones fail inside these imports
+from .cache import ContextCache  # noqa: E402
 from .candidate_generator import DFlashCandidateGenerator  # noqa: E402
 from .configuration_dflash import DFlashDraftConfig  # noqa: E402
 from .conversion import LAYOUTS  # noqa: E402
 from .decoding import dflash_decoding  # noqa: E402
+from .hub import push_to_hub  # noqa: E402
 from .integration import install, uninstall  # noqa: E402
 from .modeling_dflash import DFlashDraftModel  # noqa: E402
 from .outputs import DFlashGenerateOutput, SpeculationStatistics  # noqa: E402
@@ -34,8 +36,10 @@ __all__ = [
     "SpeculationStatistics",
     "dflash_decoding",
     "install",
+    "push_to_hub",
     "uninstall",
 ]
 
 DFlashDraftConfig.foreign_layouts = LAYOUTS
+DFlashDraftModel.hub = hub
 install()

@@ -1,4 +1,5 @@
-"""The command line: `generate` answers one prompt, `train` makes a draft, `convert` writes it in another layout.
+"""The command line: `generate` answers one prompt, `train` makes a draft, `card` and `push` publish it, `convert`
+writes it in another layout.
 
 The text goes to stdout, everything else to stderr. What cannot be done ends in one sentence and exit code 2.
 """
@@ -25,6 +26,7 @@ from transformers.utils import logging
 
 from .conversion.export import LAYOUTS as EXPORTED_LAYOUTS
 from .conversion.export import convert
+from .hub.command import add_parsers as add_hub_parsers
 from .modeling_dflash import DFlashDraftModel
 
 PROGRAM = "transformers-dflash"
@@ -122,6 +124,7 @@ def build_parser() -> Parser:
     convertible.add_argument(
         "--target", metavar="NAME", help="folder or Hub id of the target, if the draft does not say it"
     )
+    add_hub_parsers(commands, in_one_sentence)
     return parser
 
 
@@ -133,6 +136,19 @@ def convert_command(options: argparse.Namespace) -> int:
         raise BadInput(f"{options.source} is not converted: {one_line(error)}") from error
     print(f"{options.destination}: {options.source} in the layout {options.to}", file=sys.stderr)
     return 0
+
+
+def in_one_sentence(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The same command, whose failures that a user can mend end the program with their first line."""
+
+    def run(options: argparse.Namespace) -> int:
+        be_quiet()
+        try:
+            return command(options)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise BadInput(one_line(error)) from error
+
+    return run
 
 
 def be_quiet() -> None:

@@ -97,6 +97,9 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     Parameters that control the pairing:
         target_name_or_path, target_revision (`str`, *optional*): the target that the draft was made for.
+        model_card (`dict`, *optional*): what a model card says beyond these fields: `license`, `language`, `datasets`
+            (Hub ids), `thinking` (whether the target thought in the training answers), `training` (a table of its
+            own), `results` (rows of `transformers-dflash evaluate`).
 
     Raises:
         ValueError: a field is missing or contradicts another; the message names it.
@@ -151,6 +154,7 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     target_name_or_path: str | None = None
     target_revision: str | None = None
+    model_card: dict | None = None
 
     def __post_init__(self, **kwargs):
         self._check_sizes()

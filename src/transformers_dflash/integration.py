@@ -28,8 +28,14 @@ def install() -> None:
     Raises:
         ImportError: this Transformers has not the methods that the hooks stand on.
     """
-    if _originals:
-        return
+    hook_generate()
+    AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
+    AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
+    _hook(AutoConfig, "from_pretrained", _config_from_pretrained)
+
+
+def hook_generate() -> None:
+    """Let `generate` take DFlash drafts; raises as `install`."""
     for name, argument in _HOOKED.items():
         method = getattr(GenerationMixin, name, None)
         if method is None or argument not in inspect.signature(method).parameters:
@@ -37,13 +43,12 @@ def install() -> None:
                 f"GenerationMixin.{name} of this Transformers does not take {argument}: install a version that "
                 "transformers-dflash was tested with (see its README)"
             )
-    AutoConfig.register(DFlashDraftConfig.model_type, DFlashDraftConfig, exist_ok=True)
-    AutoModel.register(DFlashDraftConfig, DFlashDraftModel, exist_ok=True)
-    for owner, name, wrap in (
-        (GenerationMixin, "_validate_generation_mode", _validate_generation_mode),
-        (GenerationMixin, "_assisted_decoding", _assisted_decoding),
-        (AutoConfig, "from_pretrained", _config_from_pretrained),
-    ):
+    _hook(GenerationMixin, "_validate_generation_mode", _validate_generation_mode)
+    _hook(GenerationMixin, "_assisted_decoding", _assisted_decoding)
+
+
+def _hook(owner: type, name: str, wrap: Any) -> None:
+    if (owner, name) not in _originals:
         _originals[owner, name] = vars(owner)[name]
         setattr(owner, name, wrap(vars(owner)[name]))
 
@@ -59,7 +64,9 @@ def draft_of(assistant: Any) -> DFlashDraftModel | None:
     """The DFlash draft that an assistant model is, by itself or under PEFT's adapters; None if it is none."""
     if type(assistant).__module__.partition(".")[0] == "peft":  # its layers are in the draft, which can stand alone
         assistant = assistant.get_base_model()
-    return assistant if isinstance(assistant, DFlashDraftModel) else None
+    # By its name, since a draft that was loaded as remote code has a class of its own.
+    is_draft = getattr(getattr(assistant, "config", None), "model_type", None) == DFlashDraftConfig.model_type
+    return assistant if is_draft else None
 
 
 def _is_ours(assistant: Any, generation_config: Any) -> bool:

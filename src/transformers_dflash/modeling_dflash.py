@@ -10,7 +10,8 @@ This file and the flat siblings that it imports are all that a pushed draft need
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -260,6 +261,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         config: a `DFlashDraftConfig`.
     """
 
+    # What writes cards and publishes, filled in by transformers_dflash; None where this file runs alone from the Hub.
+    hub: ClassVar[Any] = None
     # speculators keeps a mask of the reduced vocabulary beside the offsets d2t that say the same.
     _keys_to_ignore_on_load_unexpected = [r"^t2d$"]
 
@@ -391,12 +394,34 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 )
         return (model, info) if wants_info else model
 
-    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
-        """As `PreTrainedModel.save_pretrained`, with the drafting options if any is set, and in our weight names."""
+    def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs) -> None:
+        """As `PreTrainedModel.save_pretrained`, with the drafting options if any is set, in our weight names, and with
+        a model card unless the folder has one that a person wrote."""
+        names = ("commit_message", "create_pr", "private", "repo_id", "revision", "tags")
+        hub_options = {name: kwargs.pop(name) for name in names if name in kwargs} if push_to_hub else {}
         kwargs.setdefault("save_original_format", False)  # else a draft read from another layout gets its names back
         super().save_pretrained(save_directory, *args, **kwargs)
+        if not kwargs.get("is_main_process", True):
+            return
         if self.generation_config.to_diff_dict().keys() - {"transformers_version"}:
             self.generation_config.save_pretrained(save_directory)
+        if self.hub is not None:
+            self.hub.write_card(save_directory, self.config)
+        if push_to_hub:
+            repo_id = hub_options.pop("repo_id", Path(save_directory).name)
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **hub_options)
+
+    def push_to_hub(self, repo_id: str, **kwargs) -> Any:
+        """Publish the draft: weights, config, card, and the code that it needs where this package is not installed.
+
+        Takes what `PreTrainedModel.push_to_hub` takes. See `transformers_dflash.hub.push_to_hub`, which takes adapters
+        too.
+        """
+        return (
+            super().push_to_hub(repo_id, **kwargs)
+            if self.hub is None
+            else self.hub.push_to_hub(self, repo_id, **kwargs)
+        )
 
 
 __all__ = ["DFlashDraftModel", "DFlashPreTrainedModel"]

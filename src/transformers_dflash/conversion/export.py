@@ -23,7 +23,7 @@ from .fields import DFLASH2_FIELDS
 
 LAYOUTS = {"dflash": None, "zlab": zlab, "speculators": speculators}
 # What a draft was made for; it decides nothing that a draft computes, and the other layouts say only parts of it.
-PROVENANCE = {"num_target_layers", "target_name_or_path", "target_revision"}
+PROVENANCE = {"model_card", "num_target_layers", "target_name_or_path", "target_revision"}
 
 
 def convert(source: str | Path, destination: str | Path, layout: str, target: str | None = None) -> None:

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 
 from ..configuration_dflash import DFlashDraftConfig, default_target_layer_ids
+from ..hub.card import is_hub_id
 from ..modeling_dflash import DFlashDraftModel
 from ..target import Target
 from .data import Document, encode, read_rows
@@ -57,6 +58,7 @@ class TrainOptions:
     context_injection: str = _option("fused or layer_aligned, for a new draft", "fused")
     mask_token_id: int | None = _option("embedding row that no text uses; by default one is looked for")
     save_dtype: str = _option("dtype of the finished draft", "bfloat16")
+    license: str | None = _option("licence of the draft, for its model card")
     lora_rank: int | None = _option("train adapters of this rank beside the draft given by --draft (needs peft)")
 
     server: str | None = _option(
@@ -99,6 +101,8 @@ def train_command(arguments: Sequence[str]) -> int:
         draft = DFlashDraftModel.from_pretrained(options.draft, dtype=torch.float32)
     draft.config.target_name_or_path = options.target
     draft.config.target_revision = getattr(target.config, "_commit_hash", None)
+    datasets = [name for name in (options.prompts or []) + (options.data or []) if is_hub_id(name)]
+    draft.config.model_card = {"license": options.license, "datasets": datasets or None}
     model = draft if options.lora_rank is None else with_adapters(draft, options.lora_rank)
 
     print(describe(draft, model, documents, held_out), flush=True)
@@ -115,6 +119,7 @@ def train_command(arguments: Sequence[str]) -> int:
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or has_checkpoint(output))
     if trainer.is_world_process_zero():
         finished = trainer.accelerator.unwrap_model(trainer.model)
+        trainer.record()
         finished.to(getattr(torch, options.save_dtype)).save_pretrained(output)
         print(f"the draft is in {output}")
     return 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from ..configuration_dflash import DFlashDraftConfig
+from ..hub import push_to_hub, write_card
 from ..integration import draft_of
 from ..modeling_dflash import DFlashDraftModel
 from ..target import Target
@@ -291,6 +293,59 @@ class DFlashTrainer(Trainer):
             more["acceptance_length"] = self.acceptance_length(dataloader.dataset.documents[: self.args.eval_prompts])
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in more.items()})
         return output
+
+    def record(self) -> None:
+        """Note in the draft's config how it was trained, for its model card; older results are no longer its own."""
+        args, state = self.args, self.state
+        documents = self.train_dataset.documents if self.train_dataset is not None else []
+        held_out = [
+            entry["eval_acceptance_length"] for entry in state.log_history if "eval_acceptance_length" in entry
+        ]
+        schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        table = {
+            "documents": len(documents),
+            "response_tokens": sum(document.num_response_tokens for document in documents),
+            "epochs": round(state.epoch or 0.0, 2),
+            "steps": state.global_step,
+            "documents_per_step": batch,
+            "anchors_per_document": args.anchors_per_document,
+            "loss": args.loss_type,
+            "learning_rate": f"{args.learning_rate:g}, {schedule}",
+            "precision": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
+            "seed": args.seed,
+        } | ({"acceptance_length_on_held_out_prompts": round(held_out[-1], 3)} if held_out else {})
+        config = draft_of(self.accelerator.unwrap_model(self.model)).config
+        config.model_card = {**(config.model_card or {}), "training": table, "results": None}
+
+    def _save(self, output_dir=None, state_dict=None):
+        self.record()
+        super()._save(output_dir, state_dict)
+
+    def create_model_card(self, **kwargs) -> None:
+        """Write the draft's own card into the output folder; takes and leaves aside what `Trainer`'s takes."""
+        if self.is_world_process_zero():
+            self.record()
+            config = draft_of(self.accelerator.unwrap_model(self.model)).config
+            write_card(self.args.output_dir, config, self.args.hub_model_id)
+
+    def push_to_hub(self, commit_message: str = "End of training", **kwargs) -> Any:
+        """Publish the draft, or its adapters, as `args.hub_model_id` says.
+
+        Args:
+            commit_message, **kwargs: of `transformers_dflash.push_to_hub`.
+
+        Returns:
+            What the Hub says of the commit; None on other processes than the first.
+        """
+        if not self.is_world_process_zero():
+            return None
+        self.record()
+        args = self.args
+        kwargs = {"token": args.hub_token, "revision": args.hub_revision, "private": args.hub_private_repo} | kwargs
+        repo_id = args.hub_model_id or Path(args.output_dir).resolve().name
+        model = self.accelerator.unwrap_model(self.model)
+        return push_to_hub(model, repo_id, commit_message=commit_message, **kwargs)
 
     @torch.no_grad()
     def acceptance_length(self, documents: Sequence[Document]) -> float:

@@ -306,12 +306,15 @@ def dflash_decoding(
     ]
     statistics = SpeculationStatistics(acceptance_lengths_by_sequence=[row.acceptance_lengths for row in rows])
     context = _take_context(cache, assistant_model) if batch_size == 1 else None
-    with DFlashCandidateGenerator(assistant_model, model, generation_config, processors, context) as generator:
+    with (
+        DFlashCandidateGenerator(assistant_model, model, generation_config, processors, context) as generator,
+        Rollback(cache, generator.target.mixers()) as rollback,
+    ):
         clock = time.perf_counter()
         kept = _kept_columns(model_kwargs.get("attention_mask"))
         with generator.observing():
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        rollback = Rollback(cache)
+        rollback.begin()
         cached_length = generator.commit_prompt(kept, _cached_tokens(cache))
         logits = outputs.logits[:, -1:].to(input_ids.device, copy=True)  # (b, 1, V)
         for i, row in enumerate(rows):

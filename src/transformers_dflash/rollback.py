@@ -1,8 +1,10 @@
 """Taking rejected candidates out of a target's cache, whatever its layers are.
 
-Attention layers are cropped. A recurrent state cannot be: it has every token of the block in it. Such a layer is put
-back as it was before the block, and the target runs over the accepted tokens once more ("replay"). That is right for
-any kind of layer that can be copied, at the cost of a second, shorter forward in rounds that reject something.
+Attention layers are cropped. A recurrent state cannot be: it has every token of the block in it. It is put back as it
+was before the block, and its layer alone runs over the accepted tokens once more, with projections that are known (see
+`recurrence`). Layers that are neither croppable nor recurrent, such as static sliding ones, are put back too, and then
+the whole target runs again ("replay"): right for any layer that can be copied, at the cost of a second and shorter
+forward in rounds that reject something.
 
 Rows of a batch keep different numbers of a block's tokens. The cache is then what it would be had the prompts been of
 these lengths from the start: every row ends at the right, shorter ones have padding on the left. This moves columns of
@@ -15,35 +17,63 @@ import copy
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from torch import nn
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from .cache import take_columns
+from .recurrence import Recurrence
+
+RECURRENT_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 class Rollback:
-    """Rolls a target's cache back after each block. To be made after the prefill, when layers know what they hold.
+    """Rolls a target's cache back after each block. Use as a context manager: leaving it removes its hooks.
 
     Args:
         cache: the target's cache.
+        mixers: the target's modules that update recurrent states, by the index of the cache's layer.
     """
 
-    def __init__(self, cache: Cache):
+    def __init__(self, cache: Cache, mixers: dict[int, nn.Module]):
+        self.cache = cache
+        self.mixers = mixers
         self.layers = cache.layers
-        self.cropped = [layer for layer in cache.layers if layer.is_croppable]
-        self.copied = [layer for layer in cache.layers if not layer.is_croppable]
+        self.cropped: list[Any] = []
+        self.copied: list[Any] = []
         self.copies: list[dict[str, Any]] = []
+        self.recurrences: list[Recurrence] = []  # of the copied layers, or none
+        self._recording: list[Any] = []
+
+    def __enter__(self) -> "Rollback":
+        return self
+
+    def __exit__(self, *_error) -> None:
+        for recurrence in self.recurrences:
+            recurrence.close()
+
+    def begin(self) -> None:
+        """To be called after the prefill, when layers know what they hold."""
+        self.layers = self.cache.layers
+        self.cropped = [layer for layer in self.layers if layer.is_croppable]
+        places = [place for place, layer in enumerate(self.layers) if not layer.is_croppable and _holds(layer)]
+        self.copied = [self.layers[place] for place in places]
+        if all(place in self.mixers and type(self.layers[place]) in RECURRENT_LAYERS for place in places):
+            self.recurrences = [Recurrence(self.mixers[place]) for place in places]
         self._recording = [layer for layer in self.cropped if "record_past" in vars(layer)]
         for layer in self._recording:  # only now, so that sliding layers never hold the whole prompt
             layer.activate_past_recording()
 
-    @property
-    def needs_replay(self) -> bool:
-        """Whether some layer cannot be cropped, so that a block that was not accepted whole is run again."""
-        return len(self.copied) > 0
-
     def before_block(self) -> None:
         """Copy what cannot be cropped."""
         self.copies = [_copy_state(layer) for layer in self.copied]
+        for recurrence in self.recurrences:
+            recurrence.recording = True
 
     def after_block(self, num_rows: int, num_committed: int) -> bool:
         """Take rejected rows out.
@@ -55,15 +85,21 @@ class Rollback:
         Returns:
             Whether the committed tokens must be run again: then the cache is as it was before the block.
         """
-        if not self.needs_replay or num_committed == num_rows:
-            for layer in self.cropped:
-                layer.crop(num_committed - num_rows)  # 0 trims sliding layers
-            return False
+        for recurrence in self.recurrences:
+            recurrence.recording = False
+        replay = bool(self.copied) and num_committed < num_rows and not self.recurrences
         for layer in self.cropped:
-            layer.crop(-num_rows)
-        for layer, state in zip(self.copied, self.copies, strict=True):
+            layer.crop(-num_rows if replay else num_committed - num_rows)  # 0 trims sliding layers
+        if num_committed == num_rows:
+            return False
+        for place, (layer, state) in enumerate(zip(self.copied, self.copies, strict=True)):
+            if self.recurrences and isinstance(layer, DynamicLayer):  # it has keys beside its state
+                kept = layer.keys.shape[2] - (num_rows - num_committed)
+                state |= {"keys": layer.keys[:, :, :kept], "values": layer.values[:, :, :kept]}
             vars(layer).update(state)
-        return True
+            if self.recurrences:
+                self.recurrences[place].run_again(num_committed)
+        return replay
 
     def after_ragged_block(self, columns: torch.Tensor, num_columns: int) -> None:
         """Keep different tokens in each row.
@@ -105,6 +141,11 @@ class Rollback:
 def takes_ragged_rows(cache: Cache) -> bool:
     """Whether rows of this cache can keep different numbers of tokens: plain dynamic layers, sliding or not."""
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+def _holds(layer: Any) -> bool:
+    """Whether a layer holds anything; some families keep an empty recurrent one for layers that are none."""
+    return type(layer) is not LinearAttentionLayer or layer.device is not None
 
 
 def _copy_state(layer: Any) -> dict[str, Any]:

@@ -20,20 +20,21 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from .configuration_dflash import DFlashDraftConfig
 from .modeling_dflash import DFlashDraftModel
 
-# Recurrent and hybrid families whose forward over several tokens on a cached state equals single steps, by test. That
-# of Mamba 1 (mamba, falcon_mamba, jamba) starts from an empty state, and recurrent_gemma keeps its state in the model.
+# Recurrent and hybrid families whose forward over several tokens on a cached state equals single steps, by test, and
+# what they call the module that updates a layer's state. Mamba 1 (mamba, falcon_mamba, jamba) starts every forward of
+# several tokens from an empty state, and recurrent_gemma keeps its state in the model.
 EXACT_RECURRENT_FAMILIES = {
-    "bamba",
-    "falcon_h1",
-    "granitemoehybrid",
-    "lfm2",
-    "mamba2",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "zamba2",
+    "bamba": "mamba",
+    "falcon_h1": "mamba",
+    "granitemoehybrid": "mamba",
+    "lfm2": "conv",
+    "mamba2": "mixer",
+    "nemotron_h": "mixer",
+    "olmo_hybrid": "linear_attn",
+    "qwen3_5_moe_text": "linear_attn",
+    "qwen3_5_text": "linear_attn",
+    "qwen3_next": "linear_attn",
+    "zamba2": "mamba",
 }
 # Attention families whose forward over several tokens on a cache does not equal single steps, or that keep no cache.
 # Mllama's mask from text to image grows by one row at a time.
@@ -112,6 +113,12 @@ class Target:
         if scale is not None:  # Gemma's module scales by itself
             embeds = embeds * (scale / float(getattr(self.embedding, "embed_scale", 1.0)))
         return embeds
+
+    def mixers(self) -> dict[int, nn.Module]:
+        """The modules that update recurrent states, by the index of their layer in the cache."""
+        name = EXACT_RECURRENT_FAMILIES.get(self.config.model_type)
+        named = [module for path, module in self.layers.named_modules() if path.rpartition(".")[2] == name]
+        return {module.layer_idx: module for module in named if "layer_idx" in vars(module)}
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The bare output head, `(b, n, H) -> (b, n, V)`, wherever the hidden states come from."""

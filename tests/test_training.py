@@ -240,6 +240,21 @@ def test_a_reduced_vocabulary_learns_what_it_can_choose(target):
     assert hidden.grad[1].abs().sum() == 0
 
 
+def test_a_reduced_vocabulary_learns_the_targets_law_of_what_it_can_choose(target):
+    draft = make_draft(target, draft_vocab_size=16)
+    draft.d2t.copy_(torch.arange(16))  # the even ids
+    hidden, teacher = torch.randn(3, 5, 32, requires_grad=True), torch.randn(3, 5, 32)
+    labels = torch.randint(0, VOCAB, (3, 5))
+    total, *_ = Objective("kl", 4.0)(draft, Target(target), hidden, labels, labels, teacher)
+    p = Target(target).head(teacher)[..., ::2].softmax(-1)
+    slow = (p * (p.log() - draft.lm_head(hidden).log_softmax(-1))).sum(-1)  # (3, 5)
+    expected = (slow * decay_weights(5, 4.0, hidden.device)).sum()
+    torch.testing.assert_close(total, expected)
+    ours = torch.autograd.grad(total, [hidden, draft.lm_head.weight])
+    for one, other in zip(ours, torch.autograd.grad(expected, [hidden, draft.lm_head.weight]), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
 def test_the_selector_learns_from_the_token_before(target):
     draft = make_draft(target, **DFLASH2)
     hidden = torch.randn(3, 5, 32)

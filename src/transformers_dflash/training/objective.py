@@ -70,7 +70,7 @@ class Objective:
     gamma: float
     alpha: float = 0.5
     selector_weight: float = 1.0
-    chunk: int = 1024
+    chunk: int = 256
 
     def __call__(
         self,
@@ -98,25 +98,27 @@ class Objective:
         supervised = labels != IGNORED
         right = torch.zeros(labels.shape[1], device=labels.device)
 
-        def block_losses(rows: slice, states: torch.Tensor) -> torch.Tensor:
+        def block_losses(rows: slice, states: torch.Tensor) -> tuple[torch.Tensor, list[tuple]]:
             wanted = labels[rows]
-            logits = draft_logits(draft, target, states).float()  # (m, K, V)
-            losses, possible = cross_entropy(logits, wanted)  # (m, K)
+            logits = draft_logits(draft, target, states)  # (m, K, V)
+            wanted_law = None
+            if needs_teacher(self.loss):
+                wanted_law = target.scale_logits(target.head(teacher[rows])).float()
+            losses, gradient = losses_and_gradient(logits.detach().float(), wanted, wanted_law)  # (m, K), (m, K, V)
             if self.loss == "dpace":
-                confidence = torch.exp(-losses.detach()) * possible
-                weights = dpace_weights(confidence, supervised[rows], self.alpha)
+                weights = dpace_weights(torch.exp(-losses), supervised[rows], self.alpha)
             else:
                 weights = decay_weights(wanted.shape[1], self.gamma, wanted.device) * supervised[rows]
-            if needs_teacher(self.loss):
-                losses = divergence(target.scale_logits(target.head(teacher[rows])).float(), logits)
-            total = (losses * weights).sum()
+            total = (losses.masked_fill(losses.isinf(), 0.0) * weights).sum()
+            pulled = [(logits, gradient.mul_(weights[..., None]).to(logits.dtype))]
             choice = logits
             if draft.config.selector_rank is not None:
-                choice = selector_scores(draft, logits, states, previous[rows])  # (m, K, V)
-                losses, _ = cross_entropy(choice, wanted)
-                total = total + self.selector_weight * (losses * weights).sum()
+                choice = selector_scores(draft, logits.float(), states, previous[rows])  # (m, K, V)
+                selected = self.selector_weight * (cross_entropy(choice, wanted) * weights).sum()
+                total = total + selected.detach()
+                pulled.append((selected, torch.ones_like(selected)))
             right.add_(((choice.detach().argmax(-1) == wanted) & supervised[rows]).sum(0))
-            return total
+            return total, pulled
 
         # Of the draft's own weights only those that stand after its hidden states get gradients here.
         names = ("lm_head", "candidate_selector")
@@ -127,7 +129,10 @@ class Objective:
 
 
 class _InChunks(torch.autograd.Function):
-    """A sum over rows of a function with large intermediates, its gradients computed chunk by chunk on the way."""
+    """A sum over rows of a function with large intermediates, its gradients computed chunk by chunk on the way.
+
+    For some rows the function gives its value and tensors of its graph, each with the value's gradient by it.
+    """
 
     @staticmethod
     def forward(ctx, function: Callable, rows_at_once: int, hidden: torch.Tensor, *parameters: torch.Tensor):
@@ -140,10 +145,11 @@ class _InChunks(torch.autograd.Function):
             rows = slice(start, start + rows_at_once)
             with torch.set_grad_enabled(needs_gradient):
                 states = hidden[rows].detach().requires_grad_(needs_gradient)
-                part = function(rows, states)
-            total += part.detach()
+                part, pulled = function(rows, states)
+            total += part
             if needs_gradient:
-                first, *others = torch.autograd.grad(part, [states, *wanted], allow_unused=True)
+                outputs, gradients = zip(*pulled, strict=True)
+                first, *others = torch.autograd.grad(outputs, [states, *wanted], gradients, allow_unused=True)
                 gradient[rows] = first
                 for kept, new in zip(sums, others, strict=True):
                     if new is not None:
@@ -156,25 +162,42 @@ class _InChunks(torch.autograd.Function):
         return None, None, *(None if one is None else one * upstream for one in ctx.gradients)
 
 
-def cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of scores `(m, K, V)` to labels `(m, K)`, and whether a label can be chosen at all.
+def losses_and_gradient(
+    scores: torch.Tensor, labels: torch.Tensor, target_scores: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss per place and its gradient by the scores, in few passes over the vocabulary.
+
+    Args:
+        scores: float32 `(m, K, V)`, without gradient; -inf for tokens outside a reduced vocabulary.
+        labels: `(m, K)`.
+        target_scores: float32 `(m, K, V)`, which is written over. With it the loss is the divergence from its law over
+            the tokens that the draft can choose, without it the cross-entropy to the labels.
 
     Returns:
-        `(m, K)` each. The loss is 0 where there is no label, or where its score is -inf: outside a reduced vocabulary,
-        or not among the tokens that a selector scores.
+        `(m, K)` and `(m, K, V)`. A label that cannot be chosen has an infinite cross-entropy, and gradient 0; what
+        places without a label have means nothing.
+    """
+    log_q = scores.log_softmax(-1)
+    if target_scores is None:
+        labels = labels.clamp(min=0)[..., None]
+        losses = -log_q.gather(-1, labels)  # (m, K, 1)
+        gradient = log_q.exp_().scatter_add_(-1, labels, torch.full_like(losses, -1.0)).mul_(losses.isfinite())
+        return losses[..., 0], gradient
+    log_p = target_scores.masked_fill_(scores.isneginf(), float("-inf")).log_softmax(-1)
+    p = log_p.exp()
+    ratio = log_p.sub_(log_q).nan_to_num_(nan=0.0)  # where neither law goes
+    return torch.linalg.vecdot(p, ratio), log_q.exp_().sub_(p)
+
+
+def cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of scores `(m, K, V)` to labels `(m, K)`, with gradient: `(m, K)`.
+
+    It is 0 where there is no label, or where its score is -inf, not being among the tokens that a selector scores.
     """
     possible = (labels != IGNORED) & scores.detach().gather(-1, labels.clamp(min=0)[..., None])[..., 0].isfinite()
     chosen = labels.masked_fill(~possible, IGNORED).flatten()
     losses = F.cross_entropy(scores.flatten(0, 1), chosen, reduction="none", ignore_index=IGNORED)
-    return losses.view_as(labels), possible
-
-
-def divergence(target_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """KL from the draft's law to the target's, over the tokens that the draft can choose: `(..., V) -> (...)`."""
-    reachable = logits.detach().isfinite()
-    p = target_logits.masked_fill(~reachable, float("-inf")).log_softmax(-1)
-    q = logits.log_softmax(-1)
-    return torch.where(reachable, p.exp() * (p - q), 0.0).sum(-1)
+    return losses.view_as(labels)
 
 
 def selector_scores(
@@ -191,7 +214,7 @@ __all__ = [
     "cross_entropy",
     "decay_weights",
     "default_gamma",
-    "divergence",
     "dpace_weights",
+    "losses_and_gradient",
     "needs_teacher",
 ]

@@ -1,5 +1,6 @@
 """One drafting step: (features of what was committed, anchor) -> candidates and the law they were drawn from."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from .cache import ContextCache, right_aligned
 from .modeling_dflash import DFlashDraftModel
 from .processors import all_row_wise, for_draft, process_rows
 from .target import TapRecorder, Target, draft_logits
+from .tree import DraftTree, best_first_tree
 
 
 @dataclass
@@ -71,6 +73,12 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if options.num_assistant_tokens is not None:
             self.max_candidates = min(self.max_candidates, options.num_assistant_tokens)
         self.confidence_threshold = options.assistant_confidence_threshold
+        self.tree_budget = getattr(options, "tree_budget", None)  # an option that GenerationConfig does not know
+        if self.tree_budget is not None and (not isinstance(self.tree_budget, int) or self.tree_budget < 1):
+            raise ValueError(
+                f"tree_budget {self.tree_budget!r} of the draft's generation_config is no number of nodes: set a "
+                "positive integer, or None for chains"
+            )
         self.max_length = generation_config.max_length
 
         self.cache = draft.make_cache() if context is None else context.cache
@@ -122,9 +130,26 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self._append(new, counts)
         return num_cached
 
-    def commit(self, num_tokens: list[int]) -> None:
-        """Take over the features of each row's first `num_tokens` in a block: of its anchor and what was accepted."""
-        self._append(self.taps.take()[:, : max(num_tokens)], num_tokens)
+    @property
+    def why_no_tree(self) -> str | None:
+        """Why this draft cannot give a tree of candidates; None if it can."""
+        if len(self.logits_processors) > 1:
+            return "there is more than one sequence"
+        if self.config.selector_rank is not None:
+            return "the places of this draft's blocks depend on each other"
+        if not all_row_wise(self.logits_processors[0]):
+            return "a logits processor looks at the tokens before"
+        return None
+
+    def commit(self, num_tokens: list[int], block_rows: list[int] | None = None) -> None:
+        """Take over the features of each row's first `num_tokens` in a block: of its anchor and what was accepted.
+
+        Args:
+            num_tokens: of each sequence.
+            block_rows: of a tree, the block's rows that these are.
+        """
+        new = self.taps.take()
+        self._append(new[:, : max(num_tokens)] if block_rows is None else new[:, block_rows], num_tokens)
         self.next_positions = [a + b for a, b in zip(self.next_positions, num_tokens, strict=True)]
 
     def _append(self, new: torch.Tensor, counts: list[int]) -> None:
@@ -181,8 +206,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             Candidates `(b, k)`, and per row the processed logits `(k, V)` in float32 that they were drawn from, or
             None in place of them all where candidates were chosen greedily.
         """
-        k = min(self.max_candidates, self.max_length - min(ids.shape[1] for ids in rows) - 1)
-        k = k if max_candidates is None else min(k, max_candidates)
+        k = self._num_candidates(rows, max_candidates)
         if k <= 0:
             return rows[0].new_empty((len(rows), 0)), None
         hidden = self._draft(torch.cat([ids[:, -1:] for ids in rows]), k)  # (b, k, H)
@@ -205,6 +229,28 @@ class DFlashCandidateGenerator(CandidateGenerator):
             k = int((confidence >= self.confidence_threshold).sum(1).max())
         candidates = torch.cat(chosen)[:, :k]
         return candidates, [law[:k] for law in scores] if self.do_sample else None
+
+    @torch.no_grad()
+    def draft_tree(self, ids: torch.Tensor, max_candidates: int | None = None) -> DraftTree:
+        """Draft the likeliest continuations of `ids (1, n)`, whose last token is the anchor, as a tree.
+
+        Args:
+            max_candidates: as in `get_candidates`; of a branch.
+        """
+        k = self._num_candidates([ids], max_candidates)
+        if k <= 0:
+            return DraftTree()
+        logits = self._logits(self._draft(ids[:, -1:], k))[0].to(ids.device, torch.float32)  # (k, V)
+        law = process_rows(self.logits_processors[0], ids[:, -1:], logits).log_softmax(-1)
+        best = law.topk(min(self.tree_budget, law.shape[1]))  # (k, m)
+        threshold = self.confidence_threshold or 0.0
+        least = math.log(threshold) if threshold > 0 else -math.inf
+        return best_first_tree(best.values.tolist(), best.indices.tolist(), self.tree_budget, least)
+
+    def _num_candidates(self, rows: list[torch.Tensor], max_candidates: int | None) -> int:
+        """The most candidates in a row that the draft, the budget of new tokens and the caller allow."""
+        k = min(self.max_candidates, self.max_length - min(ids.shape[1] for ids in rows) - 1)
+        return k if max_candidates is None else min(k, max_candidates)
 
     def _draft(self, anchors: torch.Tensor, k: int) -> torch.Tensor:
         """Hidden states `(b, k, H)` of the `k` tokens after `anchors (b, 1)`; pending features become context."""

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from .cache import right_aligned
 from .candidate_generator import DFlashCandidateGenerator, DraftContext
@@ -31,8 +31,10 @@ from .outputs import DFlashGenerateOutput, Record, SpeculationStatistics, padded
 from .processors import all_row_wise, for_row, process_rows
 from .rollback import Rollback, takes_ragged_rows
 from .target import Target, checked_cache
+from .tree import DraftTree, tree_inputs, why_no_tree
 from .verification import acceptance_probability, match_greedily, residual, sample_speculatively
 
+logger = logging.get_logger(__name__)
 # The target's inputs that have one entry per token, on their last axis.
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _CONTEXT = "_dflash_context"  # the name under which a target cache that is passed on carries the draft's context
@@ -111,14 +113,57 @@ class Verifier:
             else:
                 token_ids = input_ids.new_tensor([[token]])
                 input_ids = torch.cat([input_ids[:, : length + place], token_ids], dim=1)
-            self.record.add_token(scores, logits[place])
             committed = input_ids[:, : length + place + 1]
-            self.finished = self.stop_check(committed, token, self.record.scores)
-            if self.streamer is not None:
-                self.streamer.put(committed[0, -1:].cpu())
+            self._note(committed, token, scores, logits[place])
             if self.finished:
                 break
         return committed, accepted
+
+    def commit_tree(
+        self, input_ids: torch.Tensor, tree: DraftTree, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, list[int], int]:
+        """Commit the target's own choices as far as they stay in a tree, and the first one that leaves it.
+
+        Args:
+            input_ids: `(1, n)`, the anchor last.
+            tree: N nodes.
+            logits: `(N + 1, V)`, the target's at the anchor and at each node.
+
+        Returns:
+            The committed ids `(1, n + m)`, the m rows of the block that stay in the cache (the anchor's and those of
+            all new tokens but the last), and how many of the m are candidates.
+        """
+        children = tree.children()
+        committed, rows, accepted = input_ids, [0], 0
+        scores = choices = None
+        if self.processes_rows:
+            scores = process_rows(self.processors, input_ids[:, :1], logits.float())
+            choices = self._choose(scores).tolist()  # the one sync
+        while True:
+            row = rows[-1]
+            if choices is None:
+                own = self.processors(committed, logits[None, row].float())[0]  # (V,)
+                token = int(self._choose(own[None]))
+            else:
+                own, token = scores[row], choices[row]
+            committed = torch.cat([committed, input_ids.new_tensor([[token]])], dim=1)
+            self._note(committed, token, own, logits[row])
+            child = children[row].get(token)
+            accepted += child is not None
+            if child is None or self.finished:
+                return committed, rows, accepted
+            rows.append(child)
+
+    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """One token for each row of `(rows, V)`, drawn or the best: `(rows,)`."""
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0] if self.do_sample else scores.argmax(-1)
+
+    def _note(self, committed: torch.Tensor, token: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Record and stream the last of the committed ids, and see whether it is the last one at all."""
+        self.record.add_token(scores, logits)
+        self.finished = self.stop_check(committed, token, self.record.scores)
+        if self.streamer is not None:
+            self.streamer.put(committed[0, -1:].cpu())
 
     def _decide_at_once(
         self, input_ids: torch.Tensor, length: int, q: torch.Tensor | None, logits: torch.Tensor
@@ -329,6 +374,9 @@ def dflash_decoding(
         del outputs
         statistics.prefill_seconds = time.perf_counter() - clock
 
+        grows_trees = generator.tree_budget is not None and _takes_trees(
+            model, generator, cache_name, generation_config, model_kwargs
+        )
         active = rows
         while going := [i for i, row in enumerate(active) if not row.verifier.finished]:
             if len(going) < len(active):
@@ -337,9 +385,12 @@ def dflash_decoding(
                 rollback.select_rows(torch.tensor(going))
                 model_kwargs = _selected(model_kwargs, going)
             clock = time.perf_counter()
-            candidates, draft_logits = generator.draft_rows(
-                [row.ids for row in active], _longest_draft(generator, cache, cached_length)
-            )
+            longest = _longest_draft(generator, cache, cached_length)
+            tree = generator.draft_tree(active[0].ids, longest) if grows_trees else None
+            if tree is None:
+                candidates, draft_logits = generator.draft_rows([row.ids for row in active], longest)
+            else:
+                candidates, draft_logits = input_ids.new_tensor([tree.tokens]), None
             k = candidates.shape[1]
             drafted = time.perf_counter()
 
@@ -352,22 +403,32 @@ def dflash_decoding(
                     f"{type(model).__name__} takes positions from its cache's length, which rows of a batch do not "
                     "share with a DFlash draft: call generate once per sequence"
                 )
+            if tree is not None:
+                inputs = tree_inputs(model, cache, tree, cached_length, inputs)
             with generator.observing():
                 outputs = model(**inputs, return_dict=True)
             logits = outputs.logits[:, -(k + 1) :].to(input_ids.device)  # (b, k + 1, V)
-            committed = []
+            committed, kept_rows = [], None
             for i, row in enumerate(active):
                 length = row.ids.shape[1]
-                q = None if draft_logits is None else draft_logits[i].softmax(-1)
-                block = torch.cat([row.ids, candidates[i : i + 1]], dim=1)
-                row.ids, accepted = row.verifier.commit(block, k, q, logits[i])
+                if tree is None:
+                    q = None if draft_logits is None else draft_logits[i].softmax(-1)
+                    block = torch.cat([row.ids, candidates[i : i + 1]], dim=1)
+                    row.ids, accepted = row.verifier.commit(block, k, q, logits[i])
+                else:
+                    row.ids, kept_rows, accepted = row.verifier.commit_tree(row.ids, tree, logits[i])
                 committed.append(row.ids.shape[1] - length)
                 row.acceptance_lengths.append(committed[-1])
                 row.verifier.record.add_block(outputs, k + 1, committed[-1], cache)
-                statistics.add_round(k, committed[-1], accepted)
-            generator.commit(committed)
+                places = k if tree is None else max(tree.depths, default=0)
+                statistics.add_round(k, places, committed[-1], accepted)
+            generator.commit(committed, kept_rows)
 
-            if len(set(committed)) == 1:
+            if kept_rows is not None:
+                rollback.after_tree(k + 1, kept_rows)
+                cached_length += committed[0]
+                model_kwargs = _grown(model, outputs, model_kwargs, committed[0])
+            elif len(set(committed)) == 1:
                 if rollback.after_block(k + 1, committed[0]):
                     again = _grown(model, ModelOutput(), model_kwargs, committed[0] - 1)
                     ids = active[0].ids[:, :-1]
@@ -408,6 +469,25 @@ def dflash_decoding(
         speculation=statistics,
         **({cache_name: cache} if batch_size == 1 else {}),
     )
+
+
+def _takes_trees(
+    model: PreTrainedModel,
+    generator: DFlashCandidateGenerator,
+    cache_name: str,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> bool:
+    """Whether trees can be verified here; where they cannot, it says once why blocks are chains."""
+    reason = generator.why_no_tree
+    if reason is None and (config.output_attentions or config.output_hidden_states):
+        reason = "attentions or hidden states are wanted for each token"
+    if reason is None:
+        reason = why_no_tree(model, model_kwargs[cache_name], cache_name, model_kwargs.get("position_ids"))
+        reason = reason and f"{type(model).__name__} cannot verify one: {reason}"
+    if reason is not None:
+        logger.warning_once(f"tree_budget is set, but candidates come as chains: {reason}.")
+    return reason is None
 
 
 @dataclass

@@ -15,12 +15,13 @@ class SpeculationStatistics:
     """What the rounds of one generation did. The prefill is not a round.
 
     Args:
-        drafted: candidates proposed, over all rounds.
+        drafted: candidates proposed, over all rounds; all nodes of trees.
         accepted: candidates that were committed.
         acceptance_lengths: committed tokens of each round of each sequence, bonus token included.
         acceptance_lengths_by_sequence: the same, sequence by sequence.
         forwards: target forwards after the prefill: a batch shares them, so that they are fewer than its rounds.
-        drafted_at, accepted_at: the same counts by place in the block, first candidate first.
+        drafted_at, accepted_at: in how many rounds there were candidates at a place of the block, and in how many one
+            was committed, first place first.
         prefill_seconds, drafting_seconds, verifying_seconds: wall time spent in each; verification includes the
             target's forward. On an accelerator work is queued, so that a time ends where the next result was needed.
     """
@@ -48,7 +49,7 @@ class SpeculationStatistics:
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """For each place in the block, the share of candidates proposed there that were committed."""
+        """For each place in the block, in what share of the rounds with candidates there one was committed."""
         return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     @property
@@ -61,14 +62,15 @@ class SpeculationStatistics:
     def rounds_with_candidates(self) -> int:
         return self.drafted_at[0] if self.drafted_at else 0
 
-    def add_round(self, drafted: int, committed: int, accepted: int) -> None:
+    def add_round(self, drafted: int, places: int, committed: int, accepted: int) -> None:
+        """Count a round: its candidates, over how many places they go, and what came of them."""
         self.drafted += drafted
         self.accepted += accepted
         self.acceptance_lengths.append(committed)
-        missing = drafted - len(self.drafted_at)
+        missing = places - len(self.drafted_at)
         self.drafted_at += [0] * missing
         self.accepted_at += [0] * missing
-        for place in range(drafted):
+        for place in range(places):
             self.drafted_at[place] += 1
             self.accepted_at[place] += place < accepted
 

@@ -75,6 +75,16 @@ class Rollback:
         for recurrence in self.recurrences:
             recurrence.recording = True
 
+    def after_tree(self, num_rows: int, kept: list[int]) -> None:
+        """Take all rows of a block of `num_rows` out but those `kept`, ascending, which move together."""
+        if kept != list(range(len(kept))):
+            for layer in self.layers:
+                if layer.is_initialized:  # else it shares another one's keys
+                    for states in (layer.keys, layer.values):
+                        tail = states[:, :, -num_rows:]
+                        tail[:, :, : len(kept)] = tail[:, :, kept]
+        self.after_block(num_rows, len(kept))
+
     def after_block(self, num_rows: int, num_committed: int) -> bool:
         """Take rejected rows out.
 

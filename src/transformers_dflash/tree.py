@@ -1,0 +1,199 @@
+"""Verifying a tree of candidates in place of one chain, with the draft as it is (DDTree, arXiv 2604.12989).
+
+One drafting pass gives a law for every place of a block, and the places do not depend on each other. So every prefix
+of tokens has a probability, the product of its tokens', and a heap finds the likeliest prefixes. They form a tree: a
+prefix is never likelier than the one that it extends. The target verifies anchor and nodes in one forward, each node
+seeing its ancestors alone, and the output follows the target's own choices down the tree. Which nodes there are was
+decided before the target chose anything, so the target's law is kept at any temperature.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+_MASKED_BY_ARGUMENT = ("eager", "sdpa")  # attention implementations that take any mask
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_takes_trees: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+
+
+@dataclass
+class DraftTree:
+    """Candidates as a tree below the anchor; a node comes after its parent.
+
+    Rows of the block are numbered from the anchor, which is row 0: node i is row i + 1.
+
+    Args:
+        tokens: ids of the N nodes.
+        parents: row of each node's parent.
+        depths: 1 for those that follow the anchor.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def children(self) -> list[dict[int, int]]:
+        """For every row, the rows of its children by their token."""
+        rows: list[dict[int, int]] = [{} for _ in range(len(self) + 1)]
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            rows[parent][token] = node + 1
+        return rows
+
+    def ancestors(self) -> torch.Tensor:
+        """bool `(N + 1, N + 1)`: whether row i sees row j: itself, its ancestors and the anchor."""
+        seen = [[True] + [False] * len(self)]
+        for node, parent in enumerate(self.parents):
+            seen.append(seen[parent].copy())
+            seen[-1][node + 1] = True
+        return torch.tensor(seen)
+
+
+def best_first_tree(
+    log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int, least: float = -math.inf
+) -> DraftTree:
+    """The `budget` likeliest prefixes.
+
+    Args:
+        log_probs: `K` rows of descending log-probabilities, one row for each place of the block.
+        token_ids: the tokens that they belong to.
+        budget: at most so many nodes.
+        least: log-probability under which a prefix is left out.
+    """
+    tree = DraftTree()
+    # Of a prefix that is taken, the next are its first extension and its next sibling: all others come after these.
+    heap = [(-log_probs[0][0], 0, 0, 0)] if log_probs else []  # (-log-probability, parent's row, depth - 1, rank)
+    reached = [0.0]  # log-probability of each row's prefix
+    while heap and len(tree) < budget:
+        cost, parent, place, rank = heapq.heappop(heap)
+        if -cost < least or cost == math.inf:
+            break
+        tree.tokens.append(token_ids[place][rank])
+        tree.parents.append(parent)
+        tree.depths.append(place + 1)
+        reached.append(-cost)
+        if rank + 1 < len(log_probs[place]):
+            heapq.heappush(heap, (-(reached[parent] + log_probs[place][rank + 1]), parent, place, rank + 1))
+        if place + 1 < len(log_probs):
+            heapq.heappush(heap, (cost - log_probs[place + 1][0], len(tree), place + 1, 0))
+    return tree
+
+
+def tree_inputs(
+    model: PreTrainedModel, cache: Cache, tree: DraftTree, num_cached: int, inputs: dict[str, Any]
+) -> dict[str, Any]:
+    """The target's inputs for anchor and nodes, from those that a chain of as many candidates would have.
+
+    Args:
+        cache: the target's, before the block.
+        num_cached: tokens that it holds.
+        inputs: `position_ids` `(1, N + 1)`, and an `attention_mask` `(1, num_cached + N + 1)` or none.
+    """
+    depths = torch.tensor([0, *tree.depths])
+    mask = inputs.get("attention_mask")
+    kept = None if mask is None else mask[0, :num_cached] != 0  # (n,), False where the prompt has padding
+    windows = {layer.sliding_window if layer.is_sliding else None for layer in cache.layers}
+    masks = {
+        "full_attention" if window is None else "sliding_attention": _as_argument(
+            model, _seen(tree.ancestors(), depths, num_cached, kept, window)
+        )
+        for window in windows
+    }
+    positions = inputs["position_ids"]
+    return inputs | {
+        "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+        "position_ids": positions[:, :1] + depths.to(positions.device),
+    }
+
+
+def _seen(
+    ancestors: torch.Tensor, depths: torch.Tensor, num_cached: int, kept: torch.Tensor | None, window: int | None
+) -> torch.Tensor:
+    """Which keys each row of the block sees: bool `(N + 1, columns + N + 1)`, of the columns that a layer holds."""
+    held = num_cached if window is None else min(num_cached, window - 1)
+    context = torch.ones(len(depths), held, dtype=torch.bool)
+    if kept is not None:
+        context &= kept[num_cached - held :].cpu()
+    if window is not None:
+        context &= depths[:, None] + held - torch.arange(held) < window
+        ancestors = ancestors & (depths[:, None] - depths < window)
+    return torch.cat([context, ancestors], dim=1)
+
+
+def _as_argument(model: PreTrainedModel, seen: torch.Tensor) -> torch.Tensor:
+    seen = seen[None, None].to(model.device)
+    if model.config._attn_implementation == "sdpa":
+        return seen
+    least = torch.finfo(model.dtype).min
+    return torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill_(~seen, least)
+
+
+def why_no_tree(
+    model: PreTrainedModel, cache: Cache, cache_name: str, position_ids: torch.Tensor | None
+) -> str | None:
+    """Why this target cannot verify a tree; None if it can.
+
+    Args:
+        cache: the target's, after the prefill.
+        cache_name: what the target's forward calls it.
+        position_ids: the target's, as generate keeps them.
+    """
+    kinds = {type(layer) for layer in cache.layers}
+    if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))
+        return f"its cache has layers of type {others}"
+    text = model.config.get_text_config(decoder=True)
+    if not set(getattr(text, "layer_types", None) or ()) <= _LAYER_TYPES:
+        return f"it has layers of types {', '.join(sorted(set(text.layer_types) - _LAYER_TYPES))}"
+    implementation = text._attn_implementation
+    if implementation not in _MASKED_BY_ARGUMENT:
+        return f"its attention implementation {implementation} takes no such mask (eager and sdpa do)"
+    if position_ids is not None and position_ids.dim() != 2:
+        return "its positions have several axes"
+    known = _takes_trees.setdefault(model, {})
+    if implementation not in known:
+        known[implementation] = _verifies_a_small_tree(model, cache_name)
+    return None if known[implementation] else "it does not give a tree's nodes the logits that it gives their chains"
+
+
+@torch.no_grad()
+def _verifies_a_small_tree(model: PreTrainedModel, cache_name: str) -> bool:
+    """Whether two siblings, and a child of the first, get the logits that they would get in chains of their own.
+
+    Some classes make masks of their own whatever they are given, or take positions from their cache. The measure is
+    how far off the nodes would be if they saw each other, so that it holds in any precision.
+    """
+    size = model.config.get_text_config(decoder=True).vocab_size
+    prompt, anchor, one, other, child = [3 % size, 5 % size, 7 % size], 11 % size, 13 % size, 17 % size, 19 % size
+
+    def last(*ids: int) -> torch.Tensor:
+        tokens = torch.tensor([[*prompt, anchor, *ids]], device=model.device)
+        return model(input_ids=tokens, use_cache=False).logits[0, -1].float()
+
+    tree = DraftTree(tokens=[one, other, child], parents=[0, 0, 1], depths=[1, 1, 2])
+    cache = DynamicCache(config=model.config)
+    try:
+        model(input_ids=torch.tensor([prompt], device=model.device), **{cache_name: cache})
+        block = torch.tensor([[anchor, *tree.tokens]], device=model.device)
+        start = len(prompt)
+        positions = torch.arange(start, start + len(tree) + 1, device=model.device)[None]
+        inputs = tree_inputs(model, cache, tree, start, {"position_ids": positions})
+        got = model(input_ids=block, **inputs, **{cache_name: cache}).logits[0, 2:].float()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False
+    expected = torch.stack([last(other), last(one, child)])
+    wrong = torch.stack([last(one, other), last(one, other, child)])
+    off, tolerated = (got - expected).norm(dim=-1), (wrong - expected).norm(dim=-1) / 4
+    return bool((off < tolerated).all())
+
+
+__all__ = ["DraftTree", "best_first_tree", "tree_inputs", "why_no_tree"]

@@ -20,6 +20,7 @@ class SpeculationStatistics:
         acceptance_lengths: committed tokens of each round of each sequence, bonus token included.
         acceptance_lengths_by_sequence: the same, sequence by sequence.
         forwards: target forwards after the prefill: a batch shares them, so that they are fewer than its rounds.
+        drafted_by_round, accepted_by_round: these counts in each round, in the order of `acceptance_lengths`.
         drafted_at, accepted_at: the same counts by place in the block, first candidate first.
         prefill_seconds, drafting_seconds, verifying_seconds: wall time spent in each; verification includes the
             target's forward. On an accelerator work is queued, so that a time ends where the next result was needed.
@@ -30,6 +31,8 @@ class SpeculationStatistics:
     acceptance_lengths: list[int] = field(default_factory=list)
     acceptance_lengths_by_sequence: list[list[int]] = field(default_factory=list)
     forwards: int = 0
+    drafted_by_round: list[int] = field(default_factory=list)
+    accepted_by_round: list[int] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -64,6 +67,8 @@ class SpeculationStatistics:
     def add_round(self, drafted: int, committed: int, accepted: int) -> None:
         self.drafted += drafted
         self.accepted += accepted
+        self.drafted_by_round.append(drafted)
+        self.accepted_by_round.append(accepted)
         self.acceptance_lengths.append(committed)
         missing = drafted - len(self.drafted_at)
         self.drafted_at += [0] * missing

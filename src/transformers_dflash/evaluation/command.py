@@ -245,7 +245,7 @@ def draft_names(drafts: list[str | Path]) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for draft in map(str, drafts):
-        name = Path(draft).resolve().name if Path(draft).is_dir() else draft
+        name = os.path.basename(os.path.abspath(draft)) if Path(draft).is_dir() else draft
         if name in names or name == PLAIN:
             raise ValueError(f"--draft {draft} would be called {name}, which another method is: rename the folder")
         names[name] = draft

@@ -159,15 +159,14 @@ def shares(entries: Sequence[Entry], colours: dict[str, str], named: bool) -> st
     """Stacked bars of the shares of time, one for each entry; `named` with the draft after the data set."""
     shapes, y = [], 4.0
     for entry in entries:
-        shapes.append(_text(LABELS - 8, y + BAR - 5, entry["dataset"], "end"))
+        label = f"{entry['dataset']}, {_name(entry['draft'])}" if named else entry["dataset"]
+        shapes.append(_text(LABELS - 8, y + BAR - 5, label, "end"))
         x = float(LABELS)
         for part, colour in colours.items():
             share = max(entry["time_shares"][part], 0)
             wide = (WIDTH - LABELS - VALUES) * share
             shapes.append(_rect(x, y + 1, wide, BAR - 2, colour, f"{part}: {100 * share:.1f} %"))
             x += wide
-        if named:
-            shapes.append(_text(x + 6, y + BAR - 5, _cut(_name(entry["draft"]), 12), css="soft"))
         y += BAR + 6
     return _svg(y + 4, shapes)
 
@@ -261,11 +260,8 @@ def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", css: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}">{escape(_cut(text, 24))}</text>'
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
+    shown = text if len(text) <= 24 else f"{text[:23]}…"  # what the room for labels takes
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}">{escape(shown)}</text>'
 
 
 def _name(name: str) -> str:

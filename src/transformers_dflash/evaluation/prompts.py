@@ -41,8 +41,8 @@ BUILTIN = (
     "My neighbour plays loud music late at night. Write a short, friendly note that asks for quiet after ten.",
     "Translate into French: The library opens at nine, but on Sundays it stays closed until noon.",
     "Summarise in one sentence: Bees find flowers by colour and scent. Back in the hive they dance, and the dance "
-    "tells the others how far to fly and in which direction. On cloudy days they read the direction from polarised light, "
-    "which people cannot see. A hive that is moved has to learn its surroundings anew, which takes a few days.",
+    "tells the others how far to fly and in which direction. On cloudy days they read the direction from polarised "
+    "light, which people cannot see. A hive that is moved has to learn its surroundings anew, which takes a few days.",
 )
 
 

@@ -18,7 +18,7 @@ from conftest import MASK, REPO, VOCAB, make_draft, make_target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import transformers_dflash.cli as cli
 from transformers_dflash import evaluation
@@ -27,6 +27,7 @@ from transformers_dflash.evaluation.command import parting_gap, prompt_ids, turn
 from transformers_dflash.evaluation.page import render_html
 from transformers_dflash.evaluation.prompts import BUILTIN, HUB_SETS, read_prompts
 from transformers_dflash.evaluation.report import build_report, table
+from transformers_dflash.hub.command import read_results
 
 PROGRAM = [sys.executable, "-c", "import sys; from transformers_dflash.cli import main; sys.exit(main())", "evaluate"]
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -251,6 +252,7 @@ def test_the_report_holds_what_the_answers_say(finished):
     assert entry["speedup_lowest"] <= entry["speedup_median"] <= entry["speedup_highest"]
     assert entry["identical"] == 1
     assert (entry["explained_by_ties"], entry["unexplained"]) == (0, 0)
+    assert entry["tolerance"] == 2 * torch.finfo(torch.float32).eps
     assert entry["block_efficiency"] == pytest.approx(entry["acceptance_length"] / 6)
     assert sum(entry["time_shares"].values()) == pytest.approx(1)
     assert min(entry["time_shares"].values()) > 0
@@ -378,15 +380,23 @@ def test_new_weights_in_a_draft_s_folder_are_other_settings(models, capsys, tmp_
 
 
 def test_sampled_answers_do_not_depend_on_where_a_run_was_cut(models, questions, capsys, tmp_path):
-    options = [*models, "--data", questions, "--max-new-tokens", 6, "--temperature", 1, "--top-p", 0.9, "--seed", 5]
+    options = [*models, "--data", questions, "--max-new-tokens", 6, "--temperature", 1, "--top-p", 0.6, "--seed", 5]
     shown = run_here(capsys, *options, "--output", tmp_path)
     whole = rows_of(tmp_path)
     lines = (tmp_path / "answers.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "answers.jsonl").write_text("".join(lines[:5]))
     run_here(capsys, *options, "--output", tmp_path)
     assert [row["token_ids"] for row in rows_of(tmp_path)] == [row["token_ids"] for row in whole]
-    plain = [row["token_ids"] for row in whole if row["method"] == "plain"]
-    assert len(set(map(tuple, plain))) == 4  # drawn
+
+    target = AutoModelForCausalLM.from_pretrained(models[0].partition("=")[2])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(models[0].partition("=")[2])
+    torch.manual_seed(5 + 3)  # the last prompt's
+    law = {"do_sample": True, "temperature": 1.0, "top_p": 0.6, "top_k": 0, "max_new_tokens": 6}
+    expected = target.generate(**tokenizer("what is a bee?", return_tensors="pt", return_token_type_ids=False), **law)
+    (plain,) = [row["token_ids"] for row in whole if row["method"] == "plain" and row["index"] == 3]
+    assert plain == expected[0, -6:].tolist()
+    greedy = target.generate(expected[:, :-6], do_sample=False, max_new_tokens=6)
+    assert plain != greedy[0, -6:].tolist()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["sets"][0]["identical"] is None  # draws need not agree
     assert report["results"][0]["speedup"] > 0
@@ -431,6 +441,7 @@ def test_the_only_draft_of_another_run_is_compared_whatever_its_name(models, que
     run_here(capsys, *options, models[1], "--output", tmp_path / "one")
     other = tmp_path / "one" / "report.json"
     run_here(capsys, *options, models[2], "--output", tmp_path / "two", "--compare", other)
+    assert read_results(other) == json.loads(other.read_text())["results"]  # what a model card takes
     (entry,) = json.loads((tmp_path / "two" / "report.json").read_text())["comparison"]["sets"]
     assert (entry["draft"], entry["other_draft"]) == ("second", "first")
 

@@ -167,7 +167,8 @@ class Evaluation:
         """One answer: its tokens, its wall time, and with a draft what its rounds did."""
         options: dict[str, Any] = {"do_sample": self.options.temperature > 0, "max_new_tokens": max_new_tokens}
         if options["do_sample"]:  # all of it: what is not given would come from the target's own defaults
-            options |= {"temperature": self.options.temperature, "top_p": self.options.top_p or 1.0, "top_k": 0}
+            top_p = 1.0 if self.options.top_p is None else self.options.top_p
+            options |= {"temperature": self.options.temperature, "top_p": top_p, "top_k": 0}
         input_ids = torch.tensor([ids], device=target.device)  # (1, n)
         torch.manual_seed(seed)
         start = time.perf_counter()

@@ -16,7 +16,7 @@ from .report import (
 )
 
 Entry = dict[str, Any]
-WIDTH, LABELS, VALUES = 760, 170, 80  # px: a chart, the names at its left, the numbers at its right
+WIDTH, LABELS, VALUES = 760, 180, 80  # px: a chart, the names at its left, the numbers at its right
 BAR, GAP = 18, 12
 
 STYLE = """
@@ -260,7 +260,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", css: str = "") -> str:
-    shown = text if len(text) <= 24 else f"{text[:23]}…"  # what the room for labels takes
+    shown = text if len(text) <= 22 else f"{text[:21]}…"  # what the room for labels takes
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}">{escape(shown)}</text>'
 
 

@@ -199,6 +199,8 @@ def test_statistics_add_up(target, draft):
     assert seen.acceptance_length == pytest.approx(39 / 13)
     assert seen.accepted == 26
     assert seen.drafted == sum(seen.drafted_at) == 12 * 5 + 2
+    assert seen.drafted_by_round == [5] * 12 + [2]
+    assert seen.accepted_by_round == [2] * 13
     assert seen.acceptance_rates == [1, 1, 0, 0, 0]
     assert seen.conditional_acceptance_rates[:3] == [1, 1, 0]
     assert min(seen.prefill_seconds, seen.drafting_seconds, seen.verifying_seconds) > 0

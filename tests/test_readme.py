@@ -61,6 +61,20 @@ def test_commands_run(command, with_local_names):
 
 
 @pytest.mark.real
+def test_a_draft_is_measured(with_local_names, tmp_path):
+    (command,) = re.findall(
+        r"^transformers-dflash evaluate --target.*\n.*$", "\n".join(blocks("bash")), flags=re.MULTILINE
+    )
+    line = with_local_names(command).replace("transformers-dflash", PROGRAM, 1)
+    line = re.sub(r"--data .* --limit 32", "--data builtin --limit 1 --max-new-tokens 8", line)  # without a network
+    pipes = {"capture_output": True, "stdin": subprocess.DEVNULL, "env": ENVIRONMENT, "cwd": tmp_path}
+    done = subprocess.run(line, shell=True, text=True, timeout=300, **pipes)
+    assert done.returncode == 0, done.stderr
+    assert "builtin        1" in done.stdout
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
+@pytest.mark.real
 def test_the_draft_is_converted(with_local_names, tmp_path):
     (command,) = re.findall(r"^transformers-dflash convert.*$", "\n".join(blocks("bash")), flags=re.MULTILINE)
     line = with_local_names(command).replace("transformers-dflash", PROGRAM, 1)

@@ -1,5 +1,5 @@
-"""The command line: `generate` answers one prompt, `train` makes a draft, `card` and `push` publish it, `convert`
-writes it in another layout.
+"""The command line: `generate` answers one prompt, `train` makes a draft, `evaluate` measures it, `card` and `push`
+publish it, `convert` writes it in another layout.
 
 The text goes to stdout, everything else to stderr. What cannot be done ends in one sentence and exit code 2.
 """
@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 import sys
 import time
@@ -34,6 +35,7 @@ EXAMPLE_DRAFT = Path(__file__).parents[2] / "examples" / "SmolLM2-135M-Instruct-
 EXAMPLE_QUESTION = (
     "A box holds 12 eggs. A farmer fills 10 boxes and has 5 eggs left over. How many eggs did the farmer collect?"
 )
+DRAFTING_OPTIONS = ("num_assistant_tokens", "tree_budget", "assistant_confidence_threshold")
 WARM_UP_TOKENS = 8
 COMPARED_RUNS = 2  # of each kind, in turn; the best counts, since other work on the machine only ever slows one down
 
@@ -78,6 +80,24 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
     return convert
 
 
+def add_drafting_options(add: Callable[..., Any]) -> None:
+    add("--num-assistant-tokens", type=number(int, 1), metavar="N", help="candidates in a row; default: the draft's")
+    add("--tree-budget", type=number(int, 1), metavar="N", help="verify trees of N candidates; default: the draft's")
+    add(
+        "--assistant-confidence-threshold",
+        type=number(float, 0, 1),
+        metavar="P",
+        help="leave out candidates that the draft finds less likely; default: the draft's",
+    )
+
+
+def set_drafting_options(draft: DFlashDraftModel, options: argparse.Namespace) -> None:
+    """What was given replaces what was saved with the draft."""
+    for name in DRAFTING_OPTIONS:
+        if getattr(options, name) is not None:
+            setattr(draft.generation_config, name, getattr(options, name))
+
+
 def build_parser() -> Parser:
     parser = Parser(prog=PROGRAM, description="Run language models with DFlash drafts (block-diffusion speculation).")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -106,7 +126,7 @@ def build_parser() -> Parser:
     add("--top-p", type=number(float, 0, 1), metavar="P")
     add("--top-k", type=number(int, 1), metavar="K")
     add("--seed", type=number(int, 0), metavar="N", help="makes sampling repeatable")
-    add("--num-assistant-tokens", type=number(int, 1), metavar="N", help="candidates a round; default: the block's")
+    add_drafting_options(add)
 
     add = generate.add_argument_group("output (the text on stdout, statistics on stderr)").add_argument
     add("--compare", action="store_true", help="run plain generate beside it and print both speeds")
@@ -114,6 +134,36 @@ def build_parser() -> Parser:
     add("--json", action="store_true", help="print one JSON object with the text and the statistics")
 
     commands.add_parser("train", help="train a draft", add_help=False).set_defaults(run=run_training)
+
+    about = "Answer sets of prompts with plain generate and with drafts; report acceptance, speed and losslessness."
+    evaluate = commands.add_parser("evaluate", help="measure drafts", description=about)
+    evaluate.set_defaults(run=in_one_sentence(evaluate_command))
+
+    add = evaluate.add_argument_group("models (default: the example)").add_argument
+    add("--target", metavar="NAME", help="folder or Hub id of the target")
+    add("--draft", metavar="NAME", action="append", help="folder or Hub id of a draft for it; may be repeated")
+    add("--gguf-file", metavar="FILE", help="GGUF file inside the target's folder")
+    add("--dtype", choices=dtypes, default="bfloat16", help="default bfloat16; auto: as the target was saved")
+    add("--device", metavar="NAME", help="as torch names it; by default the accelerator if there is one, else cpu")
+
+    add = evaluate.add_argument_group("prompts").add_argument
+    sets = "builtin, gsm8k, math500, humaneval, mbpp, mt-bench, alpaca, spec-bench, or a JSONL or parquet file"
+    add("--data", metavar="NAME", action="append", help=f"{sets}; may be repeated; default builtin")
+    add("--limit", type=number(int, 1), metavar="N", help="prompts of each set, spread evenly over it; default: all")
+    add("--no-thinking", action="store_true", help="enable_thinking=False for the chat template")
+
+    add = evaluate.add_argument_group("decoding").add_argument
+    add("--max-new-tokens", type=number(int, 1), default=256, metavar="N", help="default 256")
+    add("--temperature", type=number(float, 0, 100), default=0.0, metavar="T", help="default 0: greedy")
+    add("--top-p", type=number(float, 0, 1), metavar="P")
+    add("--seed", type=number(int, 0), default=0, metavar="N", help="default 0")
+    add_drafting_options(add)
+    add("--no-plain", action="store_true", help="leave plain generate out, and with it speedup and losslessness")
+
+    add = evaluate.add_argument_group("output (a table on stdout, progress on stderr)").add_argument
+    folder = "folder for answers.jsonl, report.json and report.html; a run that was cut goes on there"
+    add("--output", metavar="DIR", required=True, help=folder)
+    add("--compare", metavar="FILE", help="report.json of another run to compare with")
 
     about = "Write a draft in another layout, with the same weights; nothing is written where something would be lost."
     convertible = commands.add_parser("convert", help="write a draft in another layout", description=about)
@@ -166,6 +216,24 @@ def run_training(options: argparse.Namespace) -> int:
         raise BadInput(one_line(error)) from error
 
 
+def evaluate_command(options: argparse.Namespace) -> int:
+    from .evaluation.command import Evaluation  # what reads data sets takes its time to import
+
+    refuse_options_that_clash(options)
+    device = find_device(options.device)
+    if options.target is None:
+        options.target, options.gguf_file, draft = find_example()
+        options.draft = [draft]
+    options.data = options.data or ["builtin"]
+    evaluation = Evaluation(options, device)
+    target, tokenizer, drafts = load(options, options.draft, device)
+    for draft in drafts:
+        set_drafting_options(draft, options)
+    print(evaluation.run(target, tokenizer, drafts), flush=True)
+    print(f"\nThe report is in {evaluation.folder / 'report.html'}", file=sys.stderr)
+    return 0
+
+
 def generate_command(options: argparse.Namespace) -> int:
     be_quiet()
     refuse_options_that_clash(options)
@@ -173,8 +241,8 @@ def generate_command(options: argparse.Namespace) -> int:
     device = find_device(options.device)
     if options.target is None:
         options.target, options.gguf_file, options.draft = find_example()
-    target, tokenizer, draft = load(options, device)
-    draft.generation_config.num_assistant_tokens = options.num_assistant_tokens
+    target, tokenizer, (draft,) = load(options, [options.draft], device)
+    set_drafting_options(draft, options)
 
     inputs = tokenize(tokenizer, prompt, options).to(device)
     arguments = dict(inputs) | {"do_sample": options.temperature > 0, "return_dict_in_generate": True}
@@ -225,10 +293,10 @@ def refuse_options_that_clash(options: argparse.Namespace) -> None:
     for given, missing in (("target", "draft"), ("draft", "target"), ("gguf_file", "target")):
         if getattr(options, given) is not None and getattr(options, missing) is None:
             raise BadInput(f"--{given.replace('_', '-')} was given without --{missing}: name both models and the file")
-    if options.system is not None and options.no_chat_template:
+    if getattr(options, "system", None) is not None and options.no_chat_template:
         raise BadInput("--system needs the chat template: leave out --no-chat-template, or put the text in the prompt")
     for name in ("top_p", "top_k"):
-        if getattr(options, name) is not None and options.temperature == 0:
+        if getattr(options, name, None) is not None and options.temperature == 0:
             raise BadInput(f"--{name.replace('_', '-')} needs sampling: add --temperature, 1 for example")
 
 
@@ -277,9 +345,11 @@ def find_example() -> tuple[Path, str, Path]:
     return folder, next(folder.glob("*.gguf")).name, EXAMPLE_DRAFT
 
 
-def load(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any, DFlashDraftModel]:
-    """The target, its tokenizer and the draft."""
-    for culprit, name in (("--target", options.target), ("--draft", options.draft)):
+def load(
+    options: argparse.Namespace, draft_names: list[str | Path], device: torch.device
+) -> tuple[Any, Any, list[DFlashDraftModel]]:
+    """The target, its tokenizer and the drafts."""
+    for culprit, name in (("--target", options.target), *(("--draft", draft) for draft in draft_names)):
         if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(name)):
             raise BadInput(f"{culprit} {name} is no folder here and no Hub id: check the path")
     gguf = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
@@ -288,11 +358,13 @@ def load(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any, D
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # one progress bar cannot be switched off
             tokenizer = AutoTokenizer.from_pretrained(name, **gguf)
             target = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype, **gguf).to(device)
-            culprit, name = "--draft", options.draft
-            draft = DFlashDraftModel.from_pretrained(name, dtype=target.dtype).to(device)
+            drafts = []
+            for name in draft_names:
+                culprit = "--draft"
+                drafts.append(DFlashDraftModel.from_pretrained(name, dtype=target.dtype).to(device))
     except (OSError, ValueError, ImportError) as error:
         raise BadInput(f"{culprit} {name} cannot be loaded: {one_line(error)}") from error
-    return target, tokenizer, draft
+    return target, tokenizer, drafts
 
 
 def tokenize(tokenizer: Any, prompt: str, options: argparse.Namespace) -> Any:
@@ -343,6 +415,7 @@ def main(argv: list[str] | None = None) -> int:
     if passed_on and options.run is not run_training:  # which has a parser of its own
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     options.passed_on = passed_on
+    options.command = shlex.join([PROGRAM, *(sys.argv[1:] if argv is None else argv)])
     try:
         return options.run(options)
     except BadInput as error:

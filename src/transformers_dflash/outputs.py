@@ -20,6 +20,8 @@ class SpeculationStatistics:
         acceptance_lengths: committed tokens of each round of each sequence, bonus token included.
         acceptance_lengths_by_sequence: the same, sequence by sequence.
         forwards: target forwards after the prefill: a batch shares them, so that they are fewer than its rounds.
+        drafted_by_round, accepted_by_round: over how many places the candidates of each round went, and how many of
+            them were committed, in the order of `acceptance_lengths`.
         drafted_at, accepted_at: in how many rounds there were candidates at a place of the block, and in how many one
             was committed, first place first.
         prefill_seconds, drafting_seconds, verifying_seconds: wall time spent in each; verification includes the
@@ -31,6 +33,8 @@ class SpeculationStatistics:
     acceptance_lengths: list[int] = field(default_factory=list)
     acceptance_lengths_by_sequence: list[list[int]] = field(default_factory=list)
     forwards: int = 0
+    drafted_by_round: list[int] = field(default_factory=list)
+    accepted_by_round: list[int] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -54,18 +58,17 @@ class SpeculationStatistics:
 
     @property
     def conditional_acceptance_rates(self) -> list[float]:
-        """For each place, the share committed of those whose predecessors in the block all were."""
-        reached = [self.rounds_with_candidates, *self.accepted_at]
-        return [a / r if r else float("nan") for a, r in zip(self.accepted_at, reached[:-1], strict=True)]
-
-    @property
-    def rounds_with_candidates(self) -> int:
-        return self.drafted_at[0] if self.drafted_at else 0
+        """For each place, the share committed of the candidates there whose predecessors in the block all were."""
+        counts = list(zip(self.drafted_by_round, self.accepted_by_round, strict=True))
+        reached = [sum(a >= place < d for d, a in counts) for place in range(len(self.accepted_at))]
+        return [a / r if r else float("nan") for a, r in zip(self.accepted_at, reached, strict=True)]
 
     def add_round(self, drafted: int, places: int, committed: int, accepted: int) -> None:
         """Count a round: its candidates, over how many places they go, and what came of them."""
         self.drafted += drafted
         self.accepted += accepted
+        self.drafted_by_round.append(places)
+        self.accepted_by_round.append(accepted)
         self.acceptance_lengths.append(committed)
         missing = places - len(self.drafted_at)
         self.drafted_at += [0] * missing

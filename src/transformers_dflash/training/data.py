@@ -7,6 +7,7 @@ A row of a file is one of
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,23 @@ def read_rows(source: str | Path) -> Iterator[dict[str, Any]]:
         yield from load_dataset("parquet", data_files=str(path), split="train")
     else:
         yield from load_dataset(str(source), split="train")
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that grows line by line; a last one that was cut off while it was written is cut away."""
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
+    return content[:end].split(b"\n")[:-1]
+
+
+def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Append rows to a JSONL file and see them on the disk."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def encode(row: dict[str, Any], tokenizer: Any, **template_options) -> Document:
@@ -126,4 +144,4 @@ def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_op
     return Document(ids=ids, response_mask=mask)
 
 
-__all__ = ["Document", "chat_ids", "encode", "read_rows"]
+__all__ = ["Document", "append_rows", "chat_ids", "encode", "read_rows", "whole_lines"]

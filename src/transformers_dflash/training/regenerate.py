@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import InferenceClient
 from transformers import PreTrainedModel
 
-from .data import chat_ids
+from .data import append_rows, chat_ids, whole_lines
 
 
 def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,28 +65,19 @@ class ResponseFile:
         if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return
-        whole = 0
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    break  # cut off while it was written
-                try:
-                    row = json.loads(line)
-                    self.done[row["index"]] = row["mark"]
-                except (ValueError, KeyError, TypeError):
-                    raise ValueError(
-                        f"{self.path}, line {number} is no answered row with `index` and `mark`: move the file "
-                        "away, or name another one"
-                    ) from None
-                whole += len(line)
-        os.truncate(self.path, whole)
+        for number, line in enumerate(whole_lines(self.path), 1):
+            try:
+                row = json.loads(line)
+                self.done[row["index"]] = row["mark"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{self.path}, line {number} is no answered row with `index` and `mark`: move the file "
+                    "away, or name another one"
+                ) from None
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append rows and see them on the disk."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
+        append_rows(self.path, rows)
         self.done.update({row["index"]: row["mark"] for row in rows})
 
 

@@ -255,8 +255,8 @@ def describe_settings(
     options: argparse.Namespace, drafts: dict[str, str], chats: dict[str, dict[int, Any]], device: torch.device
 ) -> dict[str, Any]:
     """All that the answers and their times depend on, as JSON holds it."""
-    names = ("dtype", "limit", "max_new_tokens", "temperature", "top_p", "seed", "gguf_file")
-    names += ("num_assistant_tokens", "tree_budget", "assistant_confidence_threshold")
+    names = ["dtype", "limit", "max_new_tokens", "temperature", "top_p", "seed", "gguf_file"]
+    names += ["num_assistant_tokens", "tree_budget", "assistant_confidence_threshold"]
     return {
         "target": str(options.target),
         "drafts": drafts,

@@ -25,6 +25,15 @@ from transformers_dflash.cli import find_example
 from transformers_dflash.target import TapRecorder, Target
 
 HERE = Path(__file__).parent
+CHAIN = "transformers-dflash, chains"
+NO_OPTIONS = {"tree_budget": None, "assistant_confidence_threshold": None}
+OURS: dict[str, dict] = {
+    CHAIN: {},
+    "transformers-dflash, assistant_confidence_threshold=0.05": {"assistant_confidence_threshold": 0.05},
+    "transformers-dflash, tree_budget=12": {"tree_budget": 12},
+    "transformers-dflash, tree_budget=16": {"tree_budget": 16},
+    "transformers-dflash, tree_budget=24": {"tree_budget": 24},
+}
 
 
 def zlab_method(target, draft_folder: Path, new_tokens: int) -> Callable | None:
@@ -42,9 +51,9 @@ def zlab_method(target, draft_folder: Path, new_tokens: int) -> Callable | None:
 def floor_seconds(target, draft, ids: torch.Tensor, tokens_per_round: int, repeats: int = 5) -> tuple[float, float]:
     """Median seconds of the target's forward over a full block and of the draft's over its block, after `ids`."""
     block_size = draft.config.block_size
-    seen = Target(target)
+    view = Target(target)
     taps = TapRecorder(
-        seen.layers, draft.config.target_layer_ids, draft.config.target_hidden_size, draft.device, draft.dtype
+        view.layers, draft.config.target_layer_ids, draft.config.target_hidden_size, draft.device, draft.dtype
     )
     cache = DynamicCache(config=target.config)
     with taps.recording():
@@ -66,7 +75,7 @@ def floor_seconds(target, draft, ids: torch.Tensor, tokens_per_round: int, repea
         positions = torch.arange(position, position + tokens_per_round + block_size)[None]
         start = time.perf_counter()
         hidden = draft(embeds, new, positions, cache=context).last_hidden_state
-        seen.head(hidden[:, 1:])
+        view.head(hidden[:, 1:])
         propose.append(time.perf_counter() - start)
         position += tokens_per_round
     return statistics.median(verify), statistics.median(propose)
@@ -92,25 +101,24 @@ def main() -> None:
     ]
 
     options = {"do_sample": False, "max_new_tokens": arguments.new_tokens}
-    rounds: list[tuple[int, float]] = []
+    seen: dict[str, list] = {name: [] for name in OURS}
 
-    def ours(ids):
-        output = target.generate(ids, assistant_model=draft, return_dict_in_generate=True, **options)
-        seen = output.speculation
-        rounds.append((seen.rounds, seen.drafting_seconds + seen.verifying_seconds))
-        taus.append(seen.acceptance_length)
-        return output.sequences
+    def ours(name):
+        def method(ids):
+            for option, value in (NO_OPTIONS | OURS[name]).items():
+                setattr(draft.generation_config, option, value)
+            output = target.generate(ids, assistant_model=draft, return_dict_in_generate=True, **options)
+            seen[name].append(output.speculation)
+            return output.sequences
 
-    def cut(ids):
-        draft.generation_config.assistant_confidence_threshold = 0.05
-        output = target.generate(ids, assistant_model=draft, **options)
-        draft.generation_config.assistant_confidence_threshold = None
-        return output
+        return method
 
     methods: dict[str, Callable] = {
         "plain generate": lambda ids: target.generate(ids, **options),
-        "transformers-dflash": ours,
-        "transformers-dflash, assistant_confidence_threshold=0.05": cut,
+        "plain generate, prompt_lookup_num_tokens=5": lambda ids: target.generate(
+            ids, prompt_lookup_num_tokens=5, **options
+        ),
+        **{name: ours(name) for name in OURS},
         'Transformers, speculation_type="dflash"': lambda ids: target.generate(
             ids, assistant_model=draft, speculation_type="dflash", **options
         ),
@@ -118,14 +126,13 @@ def main() -> None:
     if (zlab := zlab_method(target, draft_folder, arguments.new_tokens)) is not None:
         methods["z-lab dflash"] = zlab
 
-    taus: list[float] = []
     speeds: dict[str, list[float]] = {name: [] for name in methods}
     floors = []
     with torch.inference_mode():
         for method in methods.values():
             method(prompts[0])  # warm up
-        rounds.clear()
-        taus.clear()
+        for kept in seen.values():
+            kept.clear()
         for n, ids in enumerate(prompts):
             names = list(methods)
             for name in names[n % len(names) :] + names[: n % len(names)]:
@@ -147,22 +154,22 @@ def main() -> None:
         }
         for name, values in speeds.items()
     }
-    per_round = statistics.median(seconds / count for count, seconds in rounds)
-    over_floor = statistics.median(
-        seconds / count / floor for (count, seconds), floor in zip(rounds, floors, strict=True)
-    )
-    tau = statistics.mean(taus)
-    print("| method | tokens/s (lowest to highest) | speedup over plain, prompt by prompt |")
-    print("|---|---|---|")
+    chains = [(one.drafting_seconds + one.verifying_seconds) / one.rounds for one in seen[CHAIN]]
+    per_round = statistics.median(chains)
+    over_floor = statistics.median(seconds / floor for seconds, floor in zip(chains, floors, strict=True))
+    for name, kept in seen.items():
+        results[name]["acceptance_length"] = statistics.mean(one.acceptance_length for one in kept)
+    print("| method | τ | tokens/s (lowest to highest) | speedup over plain, prompt by prompt |")
+    print("|---|---|---|---|")
     for name, figures in results.items():
+        tau = f"{figures['acceptance_length']:.2f}" if name in seen else ""
         print(
-            f"| {name} | {figures['tokens_per_second']:.1f} ({figures['lowest']:.1f} to {figures['highest']:.1f}) "
-            f"| {figures['speedup']:.2f} |"
+            f"| {name} | {tau} | {figures['tokens_per_second']:.1f} ({figures['lowest']:.1f} to "
+            f"{figures['highest']:.1f}) | {figures['speedup']:.2f} |"
         )
     print(
-        f"\nτ {tau:.2f} (mean over prompts); a round of transformers-dflash takes {1000 * per_round:.1f} ms, "
-        f"{over_floor:.2f} of the floor of its own prompt (bare forwards of target and draft: "
-        f"{1000 * statistics.median(floors):.1f} ms)."
+        f"\nτ is a mean over prompts. A round of chains takes {1000 * per_round:.1f} ms, {over_floor:.2f} of the floor "
+        f"of its own prompt (bare forwards of target and draft: {1000 * statistics.median(floors):.1f} ms)."
     )
     print(
         f"\nSmolLM2-135M-Instruct in bfloat16, block {draft.config.block_size}, greedy, batch 1, {len(prompts)} "
@@ -172,7 +179,7 @@ def main() -> None:
         f"Command: `python benchmarks/decode.py --prompts {len(prompts)} --new-tokens {arguments.new_tokens}`"
     )
     if arguments.json:
-        figures = {"methods": results, "acceptance_length": tau, "round_seconds": per_round, "over_floor": over_floor}
+        figures = {"methods": results, "round_seconds": per_round, "over_floor": over_floor}
         arguments.json.write_text(json.dumps(figures | {"plain_tokens_per_second": plain}, indent=2) + "\n")
 
 

@@ -168,8 +168,8 @@ def main() -> None:
             f"{figures['highest']:.1f}) | {figures['speedup']:.2f} |"
         )
     print(
-        f"\nτ is a mean over prompts. A round of chains takes {1000 * per_round:.1f} ms, {over_floor:.2f} of the floor "
-        f"of its own prompt (bare forwards of target and draft: {1000 * statistics.median(floors):.1f} ms)."
+        f"\nτ is a mean over prompts. A round of chains takes {1000 * per_round:.1f} ms, {over_floor:.2f} of the "
+        f"floor of its own prompt (bare forwards of target and draft: {1000 * statistics.median(floors):.1f} ms)."
     )
     print(
         f"\nSmolLM2-135M-Instruct in bfloat16, block {draft.config.block_size}, greedy, batch 1, {len(prompts)} "

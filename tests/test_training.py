@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import MASK, VOCAB, make_draft, make_target, prompt
+from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModel, EarlyStoppingCallback
 
@@ -556,3 +557,12 @@ def test_early_stopping_sees_the_acceptance_length(target, draft, tmp_path):
     trainer.train()
     assert trainer.state.epoch == 2  # nothing gets better
     assert trainer.state.best_metric >= 1
+
+
+def test_rows_come_from_a_parquet_file_as_from_lines(tmp_path):
+    rows = [{"prompt": "What is 7 times 8?", "response": "56"}, {"prompt": "And 8 times 8?", "response": "64"}]
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = tmp_path / "rows.parquet"
+    Dataset.from_list(rows).to_parquet(table)
+    assert list(read_rows(table)) == list(read_rows(lines)) == rows

@@ -1,6 +1,10 @@
 """Targets whose weights cannot be read: quantised, wrapped, offloaded. Modules are called, where they are."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -111,3 +115,40 @@ def test_mask_token_outside_a_wrapped_embedding_is_named():
     ids = prompt(5)
     with pytest.raises(ValueError, match=rf"mask_token_id {VOCAB + 3} is not a row .* which has {VOCAB} rows"):
         wrapped(target, None).generate(ids, assistant_model=draft, max_new_tokens=4)
+
+
+TENSOR_PARALLEL = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+from transformers_dflash import DFlashDraftModel
+folder = sys.argv[1]
+ids, plain = (torch.tensor(rows) for rows in json.load(open(f"{folder}/plain.json")))
+target = AutoModelForCausalLM.from_pretrained(f"{folder}/target", tp_plan="auto")
+weight = target.model.layers[0].self_attn.q_proj.weight
+assert type(weight).__name__ == "DTensor" and weight.to_local().shape[0] * 2 == weight.shape[0]
+draft = DFlashDraftModel.from_pretrained(f"{folder}/draft")
+for budget in (None, 20):
+    draft.generation_config.tree_budget = budget
+    out = target.generate(
+        ids, assistant_model=draft, do_sample=False, max_new_tokens=20, return_dict_in_generate=True
+    )
+    assert torch.equal(out.sequences, plain), (out.sequences, plain)
+assert out.speculation.acceptance_length > 1
+"""
+
+
+@pytest.mark.slow
+def test_a_target_split_over_two_ranks_gives_plain_output(target, draft, tmp_path):
+    """`tp_plan="auto"` on two processes; the draft is whole on each."""
+    target.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    plain = target.generate(prompt(9), do_sample=False, max_new_tokens=20)
+    (tmp_path / "plain.json").write_text(json.dumps([prompt(9).tolist(), plain.tolist()]))
+    (tmp_path / "run.py").write_text(TENSOR_PARALLEL)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "run.py", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

@@ -375,7 +375,7 @@ def dflash_decoding(
         statistics.prefill_seconds = time.perf_counter() - clock
 
         grows_trees = generator.tree_budget is not None and _takes_trees(
-            model, generator, cache_name, generation_config, model_kwargs
+            model, generator, rows[0].ids, cache_name, generation_config, model_kwargs
         )
         active = rows
         while going := [i for i, row in enumerate(active) if not row.verifier.finished]:
@@ -474,6 +474,7 @@ def dflash_decoding(
 def _takes_trees(
     model: PreTrainedModel,
     generator: DFlashCandidateGenerator,
+    ids: torch.Tensor,
     cache_name: str,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -483,7 +484,8 @@ def _takes_trees(
     if reason is None and (config.output_attentions or config.output_hidden_states):
         reason = "attentions or hidden states are wanted for each token"
     if reason is None:
-        reason = why_no_tree(model, model_kwargs[cache_name], cache_name, model_kwargs.get("position_ids"))
+        inputs = _block_inputs(model, ids, 0, _grown(model, ModelOutput(), model_kwargs, 0))
+        reason = why_no_tree(model, model_kwargs[cache_name], cache_name, inputs.get("position_ids"))
         reason = reason and f"{type(model).__name__} cannot verify one: {reason}"
     if reason is not None:
         logger.warning_once(f"tree_budget is set, but candidates come as chains: {reason}.")

@@ -145,7 +145,7 @@ def why_no_tree(
     Args:
         cache: the target's, after the prefill.
         cache_name: what the target's forward calls it.
-        position_ids: the target's, as generate keeps them.
+        position_ids: of the anchor, as the target's forward would get them.
     """
     kinds = {type(layer) for layer in cache.layers}
     if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
@@ -157,7 +157,9 @@ def why_no_tree(
     implementation = text._attn_implementation
     if implementation not in _MASKED_BY_ARGUMENT:
         return f"its attention implementation {implementation} takes no such mask (eager and sdpa do)"
-    if position_ids is not None and position_ids.dim() != 2:
+    if position_ids is None:
+        return "it counts positions by itself"
+    if position_ids.dim() != 2:
         return "its positions have several axes"
     known = _takes_trees.setdefault(model, {})
     if implementation not in known:

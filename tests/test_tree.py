@@ -1,5 +1,6 @@
 """Trees of candidates: the likeliest prefixes, verified exactly, and chains where a target cannot take a tree."""
 
+import copy
 import itertools
 import math
 
@@ -322,9 +323,7 @@ def bloom():
 SHAPE = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"), [(hybrid, "LinearAttentionLayer"), (bloom, "does not give a tree's nodes")]
-)
+@pytest.mark.parametrize(("make", "reason"), [(hybrid, "LinearAttentionLayer"), (bloom, "counts positions by itself")])
 def test_targets_that_cannot_take_a_tree_get_chains_and_say_so(make, reason, warnings):
     torch.manual_seed(0)
     target = make().eval()
@@ -367,6 +366,26 @@ def test_a_target_is_probed_once(target, draft, monkeypatch):
     for _ in range(2):
         greedy(target, prompt(9), draft, 8)
     assert len(probes) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_probe_sees_a_mask_and_positions_that_have_no_effect(targets, name, monkeypatch):
+    """Negative controls: what a class does that makes its own masks, or counts rows for positions."""
+    assert tree._verifies_a_small_tree(targets[name], CACHE)
+    half = copy.deepcopy(targets[name]).to(torch.bfloat16)
+    assert tree._verifies_a_small_tree(half, CACHE)
+    original = tree._seen
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            tree, "_seen", lambda ancestors, *given: original(ancestors.new_ones(ancestors.shape).tril(), *given)
+        )
+        assert not tree._verifies_a_small_tree(targets[name], CACHE)
+        assert not tree._verifies_a_small_tree(half, CACHE)
+    inputs = tree.tree_inputs
+    monkeypatch.setattr(
+        tree, "tree_inputs", lambda *given: inputs(*given) | {"position_ids": given[-1]["position_ids"]}
+    )
+    assert not tree._verifies_a_small_tree(targets[name], CACHE)
 
 
 # The option

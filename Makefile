@@ -45,7 +45,7 @@ endef
 	@touch $@
 
 demo: .venv/.demo
-	.venv/bin/transformers-dflash generate --compare < /dev/null
+	.venv/bin/transformers-dflash generate --compare --tree-budget 12 --assistant-confidence-threshold 0.02 < /dev/null
 
 # The tests run on two processes of one thread each.
 test: .venv/.dev

@@ -32,7 +32,10 @@ OURS: dict[str, dict] = {
     "transformers-dflash, assistant_confidence_threshold=0.05": {"assistant_confidence_threshold": 0.05},
     "transformers-dflash, tree_budget=12": {"tree_budget": 12},
     "transformers-dflash, tree_budget=16": {"tree_budget": 16},
-    "transformers-dflash, tree_budget=24": {"tree_budget": 24},
+    "transformers-dflash, tree_budget=12, assistant_confidence_threshold=0.02": {
+        "tree_budget": 12,
+        "assistant_confidence_threshold": 0.02,
+    },
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MASK, REAL_DRAFT, make_draft, make_target, prompt
+from conftest import MASK, REAL_DRAFT, REPO, make_draft, make_target, prompt
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 
@@ -134,6 +135,14 @@ def test_the_metadata_of_a_card_that_was_edited_on_the_hub_counts_as_edited(conf
     card.save(tmp_path / "README.md")
     write_card(tmp_path, config)
     assert "apache-2.0" in (tmp_path / "README.md").read_text()
+
+
+def test_the_cards_of_this_repository_are_those_that_would_be_rendered():
+    names = runpy.run_path(str(REPO / "model_cards" / "render.py"))
+    paths = list((REPO / "model_cards").glob("*.json"))
+    assert paths
+    for path in paths:
+        assert path.with_suffix(".md").read_text() == names["render"](json.loads(path.read_text()))
 
 
 # Publishing

@@ -95,10 +95,11 @@ def test_from_prompts_to_a_draft_that_decodes(target_folder, tmp_path):
     assert decoded.tolist() == expected.tolist()
 
 
-def losses(output: Path) -> list[float]:
+def history(output: Path, *names: str) -> list[float]:
+    """What was logged of each step, read from the last checkpoint."""
     last = max(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
+    entries = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return [entry[name] for entry in entries if "loss" in entry for name in names]
 
 
 @pytest.mark.slow
@@ -118,30 +119,59 @@ def test_a_killed_run_goes_on_with_the_losses_of_an_unbroken_one(target_folder, 
     assert not (cut / "model.safetensors").exists()
     again = train(*options, "--output_dir", cut)
     assert again.returncode == 0, again.stderr
-    assert len(losses(tmp_path / "whole")) == 18
-    assert losses(cut) == losses(tmp_path / "whole")
+    assert len(history(tmp_path / "whole", "loss")) == 18
+    assert history(cut, "loss") == history(tmp_path / "whole", "loss")
+
+
+FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_losses_of_one(target_folder, answers, tmp_path):
+def test_two_processes_give_the_losses_of_one_whole_or_sharded(target_folder, answers, tmp_path):
     options = ["--target", target_folder, "--data", answers, "--max_steps", 3, "--logging_steps", 1]
     options += ["--save_steps", 3, "--learning_rate", 1e-3, "--target_dtype", "float32", *NEW_DRAFT, *QUIET]
     alone = train(*options, "--output_dir", tmp_path / "alone", "--per_device_train_batch_size", 4)
     assert alone.returncode == 0, alone.stderr
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611"]
-    command = [*launcher, PROGRAM, "train", *map(str, options), "--output_dir", str(tmp_path / "two")]
-    both = subprocess.run(
-        [*command, "--per_device_train_batch_size", "2", "--ddp_backend", "gloo"],
+    (tmp_path / "fsdp.json").write_text(json.dumps(FSDP))
+    sharded = ["--fsdp", "full_shard", "--fsdp_config", tmp_path / "fsdp.json", "--eval_strategy", "epoch"]
+    for name, program, more in (("whole", PROGRAM, []), ("sharded", REPO / "tests" / "fsdp_on_cpu.py", sharded)):
+        command = [*launcher, program, "train", *options, "--output_dir", tmp_path / name, *more]
+        both = subprocess.run(
+            [*map(str, command), "--per_device_train_batch_size", "2", "--ddp_backend", "gloo"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=ENVIRONMENT,
+        )
+        assert both.returncode == 0, both.stdout + both.stderr[:3000]
+        assert ("DDP" in both.stderr) == (name == "whole")  # where it warns of itself
+        names = ("loss", "grad_norm")
+        assert history(tmp_path / name, *names) == pytest.approx(history(tmp_path / "alone", *names), rel=1e-4)
+        one, two = (AutoModel.from_pretrained(tmp_path / each) for each in ("alone", name))
+        assert two.dtype == torch.bfloat16
+        for key, weight in one.state_dict().items():
+            torch.testing.assert_close(two.state_dict()[key], weight, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sharded_is_refused(target_folder, answers, tmp_path):
+    made = train(
+        "--target", target_folder, "--data", answers, "--output_dir", tmp_path, "--max_steps", 1, *NEW_DRAFT, *QUIET
+    )
+    assert made.returncode == 0, made.stderr
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29612"]
+    command += [REPO / "tests" / "fsdp_on_cpu.py", "train", "--target", target_folder, "--data", answers]
+    command += ["--draft", tmp_path, "--lora_rank", 2, "--output_dir", tmp_path / "adapters", "--fsdp", "full_shard"]
+    done = subprocess.run(
+        [*map(str, command), *QUIET, "--ddp_backend", "gloo"],
         capture_output=True,
         text=True,
         timeout=300,
         env=ENVIRONMENT,
     )
-    assert both.returncode == 0, both.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
-    one, two = (AutoModel.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("alone", "two"))
-    for name, weight in one.state_dict().items():
-        torch.testing.assert_close(two.state_dict()[name], weight, atol=1e-2, rtol=1e-2)  # both were cut to bfloat16
+    assert done.returncode != 0
+    assert "train without --fsdp" in done.stderr
 
 
 @pytest.mark.slow

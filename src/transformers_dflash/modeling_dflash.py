@@ -336,6 +336,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             )
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
+    def get_input_embeddings(self) -> None:
+        """None: a draft is given embeddings, those of its target. (FSDP and adapters ask for it.)"""
+
+    def get_output_embeddings(self) -> None:
+        """None: the head is the target's, or one over a vocabulary of its own, which is no embedding's counterpart."""
+
     def _layer_contexts(self, features: torch.Tensor) -> list[torch.Tensor]:
         """What is injected into each layer, `(b, n, H)` each, from features `(b, n, taps * H_target)`."""
         if self.config.context_injection == "fused":

@@ -117,8 +117,8 @@ def train_command(arguments: Sequence[str]) -> int:
         else store_features(options, draft, training, documents, target),
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or has_checkpoint(output))
+    finished = trainer.whole_model()
     if trainer.is_world_process_zero():
-        finished = trainer.accelerator.unwrap_model(trainer.model)
         trainer.record()
         finished.to(getattr(torch, options.save_dtype)).save_pretrained(output)
         print(f"the draft is in {output}")

@@ -207,6 +207,11 @@ class DFlashTrainer(Trainer):
         super().__init__(model=model, args=args, data_collator=collate, **datasets, **kwargs)
         target.to(self.args.device)
         self.model_accepts_loss_kwargs = True  # losses are divided by the blocks of the whole step, not of a batch
+        if self.is_fsdp_enabled and (model is not draft or config.draft_vocab_size or config.selector_rank):
+            raise ValueError(
+                "FSDP takes drafts whose weights are all used in the forward pass. With adapters, a reduced "
+                "vocabulary or the selector of DFlash 2, train without --fsdp, where every process holds all of it"
+            )
         self.add_callback(_SkipNonFiniteSteps())
         self._places: dict[str, torch.Tensor] | None = None
 
@@ -338,14 +343,28 @@ class DFlashTrainer(Trainer):
         Returns:
             What the Hub says of the commit; None on other processes than the first.
         """
+        model = self.whole_model()
         if not self.is_world_process_zero():
             return None
         self.record()
         args = self.args
         kwargs = {"token": args.hub_token, "revision": args.hub_revision, "private": args.hub_private_repo} | kwargs
         repo_id = args.hub_model_id or Path(args.output_dir).resolve().name
-        model = self.accelerator.unwrap_model(self.model)
         return push_to_hub(model, repo_id, commit_message=commit_message, **kwargs)
+
+    def whole_model(self) -> Any:
+        """The draft, or its adapters, with whole weights. Call it on all processes; under FSDP, where each has but a
+        part, it is a copy, and None on other processes than the first."""
+        model = self.accelerator.unwrap_model(self.model)
+        if not self.is_fsdp_enabled:
+            return model
+        weights = self.accelerator.get_state_dict(self.model)
+        if not self.is_world_process_zero():
+            return None
+        whole = DFlashDraftModel(model.config)
+        whole.load_state_dict(weights)
+        whole.generation_config = model.generation_config
+        return whole
 
     @torch.no_grad()
     def acceptance_length(self, documents: Sequence[Document]) -> float:

@@ -223,6 +223,26 @@ def test_a_killed_run_goes_on_and_repeats_no_answer(finished):
     assert {path.name for path in folder.iterdir()} == {"answers.jsonl", "settings.json", "report.json", "report.html"}
 
 
+@pytest.mark.slow
+def test_two_processes_share_the_prompts_and_go_on(finished, run_options, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29613"]
+    launcher += ["--no-python"]
+    command = [*launcher, *PROGRAM, *run_options, "--output", str(tmp_path)]
+    for _ in range(2):  # the second run finds one answer of each process missing
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("6 of 6") == 2
+        files = [tmp_path / name for name in ("answers.jsonl", "answers.1.jsonl")]
+        lines = [path.read_text().splitlines(keepends=True) for path in files]
+        assert [len(own) for own in lines] == [9, 9]
+        for path, own in zip(files, lines, strict=True):
+            path.write_text("".join(own[:-1]))
+    there = {(row["dataset"], row["index"], row["method"]): row["token_ids"] for row in rows_of(finished[0])}
+    rows = [json.loads(line) for own in lines for line in own]
+    assert {(row["dataset"], row["index"], row["method"]): row["token_ids"] for row in rows} == there
+    assert json.loads((tmp_path / "report.json").read_text())["settings"]["processes"] == 2
+
+
 def test_the_report_holds_what_the_answers_say(finished):
     folder, done, _ = finished
     report = json.loads((folder / "report.json").read_text())

@@ -229,8 +229,10 @@ def evaluate_command(options: argparse.Namespace) -> int:
     target, tokenizer, drafts = load(options, options.draft, device)
     for draft in drafts:
         set_drafting_options(draft, options)
-    print(evaluation.run(target, tokenizer, drafts), flush=True)
-    print(f"\nThe report is in {evaluation.folder / 'report.html'}", file=sys.stderr)
+    numbers = evaluation.run(target, tokenizer, drafts)
+    if numbers is not None:
+        print(numbers, flush=True)
+        print(f"\nThe report is in {evaluation.folder / 'report.html'}", file=sys.stderr)
     return 0
 
 
@@ -325,8 +327,11 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def find_device(name: str | None) -> torch.device:
+    """The device of that name; without one this process's accelerator, or the CPU."""
     if name is None:
-        name = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+        name, rank = "cpu", os.environ.get("LOCAL_RANK", "0")  # of one of several processes
+        if torch.accelerator.is_available():
+            name = f"{torch.accelerator.current_accelerator()}:{rank}"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # unknown, absent, or not in this build of torch

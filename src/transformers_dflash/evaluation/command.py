@@ -1,7 +1,9 @@
 """The run of `transformers-dflash evaluate`: every prompt is answered by plain `generate` and by each draft in turn.
 
 A finished answer is a line of `answers.jsonl`, so that a run that was cut goes on where it stood. `settings.json` says
-what the answers were made with; a run with other settings is refused there.
+what the answers were made with; a run with other settings is refused there. Where `torchrun` or `accelerate launch`
+has started several processes, they share the prompts, each with models of its own and an `answers.RANK.jsonl`, and the
+first one writes the report.
 """
 
 import argparse
@@ -11,12 +13,14 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -48,14 +52,20 @@ class Evaluation:
 
     def __init__(self, options: argparse.Namespace, device: torch.device):
         self.options = options
+        self.rank, self.world_size = join_processes()
         self.drafts = draft_names(options.draft)
         self.chats = read_prompts(options.data, options.limit)
         self.other = None if options.compare is None else read_report(Path(options.compare), list(self.chats))
         self.settings = describe_settings(options, self.drafts, self.chats, device)
+        self.settings["processes"] = self.world_size
         self.folder = Path(options.output)
-        self.answers = self.folder / "answers.jsonl"
+        self.answers = self.folder / ("answers.jsonl" if self.rank == 0 else f"answers.{self.rank}.jsonl")
         try:
+            if self.rank > 0:
+                self._wait()  # for the first one, which makes the folder
             self.rows = self._open()
+            if self.rank == 0:
+                self._wait()
         except OSError as error:
             raise ValueError(
                 f"--output {self.folder} cannot be written ({error.strerror}): name another folder"
@@ -86,26 +96,37 @@ class Evaluation:
                 f"--output {self.folder} holds a run with other settings ({said}): name another folder, or repeat its "
                 "settings to go on"
             )
-        self.answers.touch()
+        return self._read()
+
+    def _read(self) -> dict[Key, dict[str, Any]]:
+        """The answers in the folder, those of all processes.
+
+        Raises:
+            ValueError: a line is none.
+        """
         rows = {}
-        for number, line in enumerate(whole_lines(self.answers), 1):
-            try:
-                row = json.loads(line)
-                rows[row["dataset"], row["index"], row["method"]] = row
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{self.answers}, line {number} is no answer of a run: name another folder"
-                ) from error
+        for path in sorted(self.folder.glob("answers*.jsonl")):
+            for number, line in enumerate(whole_lines(path), 1):
+                try:
+                    row = json.loads(line)
+                    rows[row["dataset"], row["index"], row["method"]] = row
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}, line {number} is no answer of a run: name another folder") from error
         return rows
 
-    def run(self, target: PreTrainedModel, tokenizer: Any, drafts: list[DFlashDraftModel]) -> str:
+    def _wait(self) -> None:
+        """Until all processes have come here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def run(self, target: PreTrainedModel, tokenizer: Any, drafts: list[DFlashDraftModel]) -> str | None:
         """Answer what is missing and write the report.
 
         Args:
             drafts: in the order of the options.
 
         Returns:
-            The report's numbers as a table for the screen.
+            The report's numbers as a table for the screen; None on other processes than the first.
 
         Raises:
             ValueError: a draft does not serve this target.
@@ -116,7 +137,12 @@ class Evaluation:
             for name, chats in self.chats.items()
             for place, chat in chats.items()
         }
+        self._wait()  # until all have read what is there
         self._answer(target, tokenizer, models, prompts)
+        self._wait()
+        if self.rank > 0:
+            return None
+        self.rows = self._read()
         gaps = self._gaps(target, models, prompts)
         report = build_report(
             self.settings | {"command": self.options.command},
@@ -142,12 +168,16 @@ class Evaluation:
     ) -> None:
         methods: dict[str, DFlashDraftModel | None] = {} if self.options.no_plain else {PLAIN: None}
         methods |= drafts
-        missing = [key for key in turns(list(prompts), list(methods)) if key not in self.rows]
+        own = list(prompts)[self.rank :: self.world_size]
+        missing = [key for key in turns(own, list(methods)) if key not in self.rows]
         if missing:
             for draft in methods.values():
                 self._generate(target, draft, prompts[missing[0][:2]], WARM_UP_TOKENS, seed=0)
-        done = len(prompts) * len(methods) - len(missing)
-        with tqdm(total=done + len(missing), initial=done, desc="answers", unit="answer") as bar:
+        total = len(own) * len(methods)
+        bar = tqdm(
+            total=total, initial=total - len(missing), desc="answers", unit="answer", disable=self.rank > 0
+        )  # the first process's own
+        with bar:
             for key in missing:
                 name, place, method = key
                 seed = self.options.seed + place  # the same wherever a run was cut
@@ -200,6 +230,15 @@ class Evaluation:
                 if (place := first_difference(answer, plain)) is not None:
                     gaps[name, index, method] = parting_gap(target, ids, answer, plain, place)
         return gaps
+
+
+def join_processes() -> tuple[int, int]:
+    """This process's number, and how many there are, as `torchrun` or `accelerate launch` has started them."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return 0, 1
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(days=30))  # the last answer may take a while
+    return dist.get_rank(), dist.get_world_size()
 
 
 def turns(prompts: list[tuple[str, int]], methods: list[str]) -> Iterator[Key]:

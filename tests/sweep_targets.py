@@ -127,6 +127,38 @@ TOWER = SMALL | {  # of what is not the text model
     "fullatt_block_indexes": [1],
 }
 MROPE_FAMILIES = ("Qwen2VLText", "Qwen2_5_VLText", "Glm4vText", "Glm46VText", "GlmOcrText", "PaddleOCRText")
+HYBRID = ["linear_attention", "full_attention"] * 2
+MAMBA_HYBRID = ["mamba", "attention"] * 2
+DECODER = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_layers": 4, "decoder_ffn_dim": 48}
+# What the sizes above do not fit, by the beginning of a config class's name.
+OWN = {
+    "BailingHybrid": {"layer_types": HYBRID},
+    "Bamba": {"attn_layer_indices": [1, 3]},
+    "CohereCompassText": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "DbrxConfig": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}},
+    "Dots1": {"n_shared_experts": 1},
+    "Florence2Vision": {"patch_size": [4, 4, 4, 4]},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW, "num_heads": 4},
+    "GraniteMoeHybrid": {"layer_types": MAMBA_HYBRID},
+    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4},
+    "KimiLinear": {"layer_types": HYBRID, "linear_head_dim": 8, "linear_num_heads": 4},
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "LongcatFlash": {"zero_expert_num": 2, "expert_ffn_hidden_size": 16},
+    "Mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2},
+    "PLBart": DECODER,
+    "BlenderbotConfig": DECODER | {"num_hidden_layers": 4},
+    "Qwen2_5OmniAudio": {"encoder_attention_heads": 4},
+    "Qwen3OmniMoeAudio": {"encoder_attention_heads": 4},
+    "Reformer": {"is_decoder": True},
+    "Whisper": {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "decoder_layers": 4,
+        "decoder_ffn_dim": 48,
+    },
+    "Zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_ngroups": 2},
+    "Zaya": {"num_experts_per_tok": 1},
+}
 DRAFT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -143,6 +175,11 @@ def small_config(config_class, sizes=SMALL):
     values = {name: value for name, value in sizes.items() if name in names}
     if "layer_types" in names:  # the class's own pattern, for four layers
         values["layer_types"] = None
+    if "kv_lora_rank" in names:  # multi-head latent attention has keys and values for every head
+        values |= dict.fromkeys(names & {"num_key_value_heads"}, SMALL["num_attention_heads"])
+    for beginning, own in OWN.items():
+        if config_class.__name__.startswith(beginning):
+            values |= own
     parts = config_class.sub_configs
     default = config_class() if AutoConfig in parts.values() else None
     for name, part_class in parts.items():

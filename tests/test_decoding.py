@@ -52,8 +52,12 @@ def stateless_draft_logits(target, draft, ids, k, **inputs):
 
 
 def target_logits(target, hidden):
-    """What a target makes of final hidden states `(1, k, H)`: its own forward, with its head's input replaced."""
-    hook = target.get_output_embeddings().register_forward_pre_hook(lambda _module, _inputs: (hidden,))
+    """What a target makes of final hidden states `(1, k, H)`: its own forward, with its decoder's result replaced."""
+
+    def replace(_module, _inputs, output):
+        output.last_hidden_state = hidden
+
+    hook = target.get_decoder().register_forward_hook(replace)
     try:
         return target(torch.zeros(hidden.shape[:2], dtype=torch.long), use_cache=False).logits
     finally:

@@ -24,10 +24,13 @@ from .modeling_dflash import DFlashDraftModel
 # what they call the module that updates a layer's state. Mamba 1 (mamba, falcon_mamba, jamba) starts every forward of
 # several tokens from an empty state, and recurrent_gemma keeps its state in the model.
 EXACT_RECURRENT_FAMILIES = {
+    "bailing_hybrid": "self_attn",
     "bamba": "mamba",
     "falcon_h1": "mamba",
     "granitemoehybrid": "mamba",
+    "kimi_linear": "self_attn",
     "lfm2": "conv",
+    "lfm2_moe": "conv",
     "mamba2": "mixer",
     "nemotron_h": "mixer",
     "olmo_hybrid": "linear_attn",

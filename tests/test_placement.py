@@ -13,6 +13,7 @@ from conftest import VOCAB, make_draft, make_target, prompt
 from oracle import oracle
 from test_decoding import stateless_draft_logits
 from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 
 class PackedLinear(nn.Module):
@@ -91,6 +92,49 @@ def test_output_and_draft_logits_are_right(tmp_path, family, place):
     options["attention_mask"] = torch.ones_like(both)
     plain = target.generate(both, **options)
     assert target.generate(both, assistant_model=draft, **options).tolist() == plain.tolist()
+
+
+def by_torchao():
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
+
+    return TorchAoConfig(Int8DynamicActivationInt8WeightConfig(), modules_to_not_convert=[])  # the head too
+
+
+QUANTISED = {
+    "torchao": by_torchao,
+    "bitsandbytes 8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "bitsandbytes 4": lambda: BitsAndBytesConfig(load_in_4bit=True),
+}
+
+
+@pytest.mark.parametrize("library", QUANTISED)
+def test_quantised_targets_and_drafts_give_the_targets_output(tmp_path, library):
+    pytest.importorskip(library.split()[0])
+    make_target("llama").save_pretrained(tmp_path / "target")
+    whole = make_draft(make_target("llama"))
+    whole.save_pretrained(tmp_path / "draft")
+    options = {"quantization_config": QUANTISED[library](), "dtype": torch.float32}
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", **options)
+    draft = AutoModel.from_pretrained(tmp_path / "draft", **options)
+    assert type(draft.layers[0].mlp.up_proj.weight) is not nn.Parameter
+    ids = prompt(20)
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    for num_right, drafting in ((0, whole), (2, whole), (2, draft)):
+        with oracle(torch.cat([plain, plain], dim=1), num_right, VOCAB) as rounds:
+            drafted = target.generate(ids, assistant_model=drafting, max_new_tokens=24, do_sample=False)
+        assert drafted.tolist() == plain.tolist()
+        assert len(rounds) == -(-22 // (num_right + 1))  # with one token to go nothing is drafted
+    for one in rounds[::3]:
+        expected = stateless_draft_logits(target, draft, one["input_ids"], one["logits"].shape[0])
+        torch.testing.assert_close(one["logits"], expected, atol=0.05, rtol=0.05)  # rows share some scales
+
+
+def test_one_scale_for_all_rows_is_refused():
+    target = make_target("llama")
+    draft = make_draft(target)
+    quantised = torch.ao.quantization.quantize_dynamic(target, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj was quantised by torch's quantize_dynamic"):
+        quantised.generate(prompt(5), assistant_model=draft, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)

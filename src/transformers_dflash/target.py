@@ -257,8 +257,8 @@ def checked_cache(cache: Cache | None, model: PreTrainedModel) -> Cache:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
             raise ValueError(
-                f"the target's {name} was quantised by torch's quantize_dynamic, which scales all rows of a call alike, "
-                "so that a block does not give the same as its tokens one by one: quantise with torchao or bitsandbytes"
+                f"the target's {name} was quantised by torch's quantize_dynamic, which scales all rows of a call "
+                "alike, so that a block differs from its tokens one by one: quantise with torchao or bitsandbytes"
             )
     if (recurrent or model._is_stateful) and family not in EXACT_RECURRENT_FAMILIES:
         raise ValueError(

@@ -6,6 +6,7 @@ from conftest import VOCAB, WINDOW, make_draft, make_target, prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import count_forwards, expected_forwards, oracle
+from transformers import AutoModel
 
 from transformers_dflash.target import decoder_layers
 
@@ -44,10 +45,13 @@ def stateless_draft_logits(target, draft, ids, k, **inputs):
         hook.remove()
     features = torch.cat([states[tap] for tap in draft.config.target_layer_ids], dim=-1)[:, :-1]  # all but the anchor
     block = torch.tensor([[int(ids[0, -1])] + [draft.config.mask_token_id] * k])
-    embedding = target.get_input_embeddings()
+    own = draft.get_input_embeddings()
+    embedding = target.get_input_embeddings() if own is None else own
     # Drafts of a family with a norm in its embedding are given the raw rows.
     embeds = embedding.weight[block] if hasattr(embedding, "embed_norm") else embedding(block)
     hidden = draft(embeds, features).last_hidden_state[:, 1:]
+    if draft.config.draft_vocab_size is not None:
+        return draft.expand_reduced_logits(hidden, VOCAB)[0]
     return target_logits(target, hidden)[0]
 
 
@@ -137,6 +141,22 @@ def test_reduced_vocabulary_proposes_only_its_own_tokens(target):
         finite = drafted["logits"].isfinite()
         assert finite[0].nonzero().flatten().tolist() == [3, 4, 9, 10, 24]
         assert (finite == finite[0]).all()
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+def test_a_draft_with_an_embedding_of_its_own_uses_it(target, tmp_path, own_head):
+    """Of a hidden size of its own too, where the head is its own."""
+    shape = {"draft_vocab_size": VOCAB, "hidden_size": 16, "target_hidden_size": 32} if own_head else {}
+    made = make_draft(target, own_embedding=True, **shape)
+    made.save_pretrained(tmp_path)
+    draft, ids = AutoModel.from_pretrained(tmp_path, attn_implementation="eager"), prompt(7)
+    answer = plain(target, ids)
+    with torch.no_grad(), oracle(answer, 2, VOCAB) as rounds:
+        assert torch.equal(plain(target, ids, assistant_model=draft), answer)
+        for one in rounds:
+            expected = stateless_draft_logits(target, draft, one["input_ids"], len(one["logits"]))
+            torch.testing.assert_close(one["logits"], expected, atol=1e-4, rtol=1e-4)
+    assert draft.get_input_embeddings() is draft.embed_tokens
 
 
 def num_hooks(target) -> int:

@@ -207,6 +207,8 @@ BOTH = {
 REFUSED = {
     **{f"{name}-{layout}": (layout, *case) for name, case in BOTH.items() for layout in ("zlab", "speculators")},
     "reduced": ("zlab", {"draft_vocab_size": 4}, "draft_vocab_size 4 would become None"),
+    "embedding zlab": ("zlab", {"own_embedding": True}, "own_embedding True would become False"),
+    "embedding": ("speculators", {"own_embedding": True}, "own_embedding True would become False"),
     "from anchor": ("zlab", {"sample_from_anchor": True}, "sample_from_anchor True would become False"),
     "number of layers": ("zlab", {"num_target_layers": None}, "--target"),
     "target": ("speculators", {"target_name_or_path": None}, "--target"),

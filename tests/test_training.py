@@ -241,6 +241,17 @@ def test_a_reduced_vocabulary_learns_what_it_can_choose(target):
     assert hidden.grad[1].abs().sum() == 0
 
 
+def test_an_embedding_of_its_own_is_trained(target, tmp_path):
+    draft = make_draft(target, own_embedding=True)
+    before, theirs = draft.embed_tokens.weight.detach().clone(), target.get_input_embeddings().weight.clone()
+    documents = [document(30, 4, n) for n in range(4)]
+    DFlashTrainer(draft, target, arguments(tmp_path, max_steps=2, learning_rate=1e-2), documents).train()
+    changed = (draft.embed_tokens.weight != before).any(1)
+    assert changed[MASK]
+    assert changed.sum() > 4  # anchors
+    assert torch.equal(target.get_input_embeddings().weight, theirs)
+
+
 def test_a_reduced_vocabulary_learns_the_targets_law_of_what_it_can_choose(target):
     draft = make_draft(target, draft_vocab_size=16)
     draft.d2t.copy_(torch.arange(16))  # the even ids

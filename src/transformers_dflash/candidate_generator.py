@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .cache import ContextCache, right_aligned
 from .modeling_dflash import DFlashDraftModel
 from .processors import all_row_wise, for_draft, process_rows
-from .target import TapRecorder, Target, draft_logits
+from .target import TapRecorder, Target, block_embeds, draft_logits
 from .tree import DraftTree, best_first_tree
 
 
@@ -258,7 +258,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         num_slots = k if config.sample_from_anchor else k + 1
         block = torch.full((len(anchors), num_slots), config.mask_token_id, dtype=torch.long, device=anchors.device)
         block[:, :1] = anchors
-        embeds = self.target.embed(block, config.input_embedding_scale)  # (b, slots, H)
+        embeds = block_embeds(draft, self.target, block)  # (b, slots, H)
         following = torch.tensor(self.next_positions, device=draft.device)[:, None]  # (b, 1)
         pending = torch.tensor(self.num_pending, device=draft.device)[:, None]
         num_new = self.features.shape[1]

@@ -84,6 +84,8 @@ class DFlashDraftConfig(PreTrainedConfig):
         vocab_size, bos_token_id, eos_token_id, pad_token_id: the target's.
         draft_vocab_size (`int`, *optional*): the draft has a head of its own over so many tokens, and `d2t` offsets
             that give the target's ids (target id = id + d2t[id]); without it the draft uses the target's head.
+        own_embedding (`bool`): the draft embeds its blocks by a table of its own, `embed_tokens` of `vocab_size` rows,
+            instead of the target's. With a head of its own too, its hidden size need not be the target's.
         input_embedding_scale (`float`, *optional*): block embeddings are the target's raw rows times this; without it
             they are what the target's embedding module gives (scaled where the family scales), less any norm in it.
         output_multiplier (`float`, *optional*), final_logit_softcapping (`float`, *optional*): applied to the draft's
@@ -143,6 +145,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     tie_word_embeddings: bool = False
     draft_vocab_size: int | None = None
+    own_embedding: bool = False
     input_embedding_scale: float | int | None = None
     output_multiplier: float | int | None = None
     final_logit_softcapping: float | int | None = None
@@ -207,6 +210,8 @@ class DFlashDraftConfig(PreTrainedConfig):
                 f"target_layer_ids has {max(taps)}, but the target has {self.num_target_layers} layers "
                 f"(num_target_layers): the last one is {self.num_target_layers - 1}"
             )
+        if self.own_embedding and self.vocab_size is None:
+            raise ValueError("a draft with an embedding of its own needs `vocab_size`, the number of its rows")
         if self.block_size < 2:
             raise ValueError(f"block_size must be at least 2 (the anchor and one mask slot), got {self.block_size}")
         if self.mask_token_id < 0 or (self.vocab_size is not None and self.mask_token_id >= self.vocab_size):

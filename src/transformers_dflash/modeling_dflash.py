@@ -275,6 +275,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -336,8 +338,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             )
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
-    def get_input_embeddings(self) -> None:
-        """None: a draft is given embeddings, those of its target. (FSDP and adapters ask for it.)"""
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The draft's own, if it has one; most are given those of their target. (FSDP and adapters ask for it.)"""
+        return self.embed_tokens if self.config.own_embedding else None
 
     def get_output_embeddings(self) -> None:
         """None: the head is the target's, or one over a vocabulary of its own, which is no embedding's counterpart."""

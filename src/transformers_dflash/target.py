@@ -186,14 +186,15 @@ class Target:
                 f"the draft taps layer {max(config.target_layer_ids)}, but the target has {len(self.layers)} decoder "
                 f"layers{made_for}: {mend}"
             )
-        for name in ("hidden_size", "target_hidden_size"):
+        shared = not config.own_embedding or config.draft_vocab_size is None  # an embedding or a head
+        for name in ("hidden_size", "target_hidden_size") if shared else ("target_hidden_size",):
             if getattr(config, name) != self.config.hidden_size:
                 raise ValueError(
                     f"the draft's {name} is {getattr(config, name)}, but the target's hidden_size is "
                     f"{self.config.hidden_size}{made_for}: {mend}"
                 )
         rows = self.num_embeddings
-        if config.mask_token_id >= rows:
+        if config.mask_token_id >= rows and not config.own_embedding:
             raise ValueError(
                 f"the draft's mask_token_id {config.mask_token_id} is not a row of the target's embedding, which has "
                 f"{rows} rows{made_for}: {mend}, or resize the target's embedding"
@@ -211,6 +212,15 @@ def _beside(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 def soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     """`cap * tanh(logits / cap)`, or the logits as they are where there is no cap."""
     return logits if not cap else torch.tanh(logits / cap) * cap
+
+
+def block_embeds(draft: DFlashDraftModel, target: Target, ids: torch.Tensor) -> torch.Tensor:
+    """`(b, B) -> (b, B, H)`: by the draft's own embedding if it has one, else by the target's."""
+    scale = draft.config.input_embedding_scale
+    if not draft.config.own_embedding:
+        return target.embed(ids, scale)
+    embeds = draft.embed_tokens(_beside(draft.embed_tokens, ids))
+    return embeds if scale is None else embeds * scale
 
 
 def draft_logits(draft: DFlashDraftModel, target: Target, hidden: torch.Tensor) -> torch.Tensor:
@@ -327,4 +337,4 @@ class TapRecorder:
             hook.remove()
 
 
-__all__ = ["TapRecorder", "Target", "checked_cache", "decoder_layers", "draft_logits", "soft_cap"]
+__all__ = ["TapRecorder", "Target", "block_embeds", "checked_cache", "decoder_layers", "draft_logits", "soft_cap"]

@@ -13,7 +13,7 @@ from ..configuration_dflash import DFlashDraftConfig
 from ..hub import push_to_hub, write_card
 from ..integration import draft_of
 from ..modeling_dflash import DFlashDraftModel
-from ..target import Target
+from ..target import Target, block_embeds
 from .blocks import ATTENTION, IGNORED, Blocks, block_labels, pad_anchors, possible_anchors, sample_anchors
 from .data import Document
 from .features import LAST_STATES, FeatureStore, TargetFeatures, fingerprint
@@ -207,10 +207,11 @@ class DFlashTrainer(Trainer):
         super().__init__(model=model, args=args, data_collator=collate, **datasets, **kwargs)
         target.to(self.args.device)
         self.model_accepts_loss_kwargs = True  # losses are divided by the blocks of the whole step, not of a batch
-        if self.is_fsdp_enabled and (model is not draft or config.draft_vocab_size or config.selector_rank):
+        outside = config.own_embedding or config.draft_vocab_size or config.selector_rank
+        if self.is_fsdp_enabled and (model is not draft or outside):
             raise ValueError(
-                "FSDP takes drafts whose weights are all used in the forward pass. With adapters, a reduced "
-                "vocabulary or the selector of DFlash 2, train without --fsdp, where every process holds all of it"
+                "FSDP takes drafts whose weights are all used in the forward pass. With adapters, an embedding or a "
+                "head of its own or the selector of DFlash 2, train without --fsdp: every process then holds it all"
             )
         self.add_callback(_SkipNonFiniteSteps())
         self._places: dict[str, torch.Tensor] | None = None
@@ -233,7 +234,7 @@ class DFlashTrainer(Trainer):
             states = self.target_features(inputs["input_ids"], inputs["attention_mask"])  # (b, n, taps, H)
         num_taps = len(config.target_layer_ids)
         blocks = Blocks.at(anchors, inputs["input_ids"], config)
-        embeds = self.target.embed(blocks.ids, config.input_embedding_scale)
+        embeds = block_embeds(draft, self.target, blocks.ids)
         weights = next(model.parameters())
         hidden = model(
             noise_embeds=embeds.to(weights.device, torch.float32),

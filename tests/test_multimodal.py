@@ -77,6 +77,56 @@ MODELS = {
     "cohere_text": llava(  # its text config has a factor that the class around it leaves out
         "Llava", {**COMMON, "model_type": "cohere", "logit_scale": 0.25}, vision_config=CLIP, vision_feature_layer=-1
     ),
+    "internvl": llava(
+        "InternVL",
+        {**COMMON, "model_type": "qwen3"},
+        vision_config={**TOWER, "patch_size": [2, 2], "image_size": [8, 8]},
+        image_seq_length=4,
+    ),
+    "mistral3": llava(
+        "Mistral3",
+        {**COMMON, "model_type": "mistral"},
+        vision_config={**TOWER, "model_type": "pixtral", "head_dim": 8},
+        vision_feature_layer=-1,
+        spatial_merge_size=1,
+    ),
+    "idefics3": llava("Idefics3", {**COMMON, "model_type": "llama"}, vision_config=TOWER, scale_factor=1),
+    "aya_vision": llava("AyaVision", {**GEMMA3, "model_type": "cohere2"}, vision_config=SIGLIP, downsample_factor=1),
+    "glm4v": (
+        "Glm4vForConditionalGeneration",
+        {
+            "text_config": {**COMMON, "rope_parameters": MROPE},
+            "vision_config": {**QWEN_VISION, "image_size": 16},
+            "image_start_token_id": START,
+            "image_end_token_id": END,
+            **QWEN_IDS,
+        },
+    ),
+    "muse_glimmer": (
+        "MuseGlimmerForConditionalGeneration",
+        {
+            "text_config": {**COMMON, "sliding_window": WINDOW},
+            "vision_config": {**TOWER, "pos_emb_height": 4, "pos_emb_width": 4},
+            "out_hidden_size": 64,
+            "projector_hidden_size": 32,
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+        },
+    ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": {**GEMMA3, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+            | {"num_kv_shared_layers": 0, "global_head_dim": 8},
+            "vision_config": {**TOWER, "pooling_kernel_size": 2, "position_embedding_size": 16}
+            | {"head_dim": 8, "num_key_value_heads": 2},
+            "boi_token_id": START,
+            "eoi_token_id": END,
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "audio_token_id": 26,
+        },
+    ),
     "paligemma": llava("PaliGemma", {**COMMON, "model_type": "gemma"}, vision_config=SIGLIP, projection_dim=32),
 }
 
@@ -119,11 +169,20 @@ def image_inputs(name, num_images=1, seed=0) -> dict:
     ids = torch.tensor([ids])
     types = (ids == IMAGE).long()
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "glm4v", "muse")):
         inputs["pixel_values"] = torch.randn(16 * num_images, 3 * 2 * 4 * 4, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * num_images)
+        return inputs | ({} if name == "muse_glimmer" else {"mm_token_type_ids": types})
+    if name == "gemma4":
+        places = [[x, y] for y in range(4) for x in range(4)]
+        inputs["pixel_values"] = torch.randn(num_images, 16, 3 * 4 * 4, generator=generator)
+        inputs["image_position_ids"] = torch.tensor([places] * num_images)
         return inputs | {"mm_token_type_ids": types}
     inputs["pixel_values"] = torch.randn(num_images, 3, 8, 8, generator=generator)
+    if name == "idefics3":
+        inputs["pixel_values"] = inputs["pixel_values"][None]
+    if name == "mistral3":
+        inputs["image_sizes"] = torch.tensor([[8, 8]] * num_images)
     if name == "paligemma":
         inputs["token_type_ids"] = torch.zeros_like(ids)
     return inputs | ({"token_type_ids": types} if name == "gemma3" else {})
@@ -145,7 +204,7 @@ def whole_inputs(target, inputs, length) -> dict:
     return grown
 
 
-@pytest.mark.parametrize("num_right", range(6))
+@pytest.mark.parametrize("num_right", [0, 2, 5])
 @pytest.mark.parametrize("name", MODELS)
 def test_oracle_candidates_give_plain_output(made, name, num_right):
     target, inputs = target_of(made, name), image_inputs(name)
@@ -156,7 +215,7 @@ def test_oracle_candidates_give_plain_output(made, name, num_right):
         assert len(calls) == expected_forwards(NEW_TOKENS, num_right)
 
 
-@pytest.mark.parametrize("num_images", [0, 1, 2])
+@pytest.mark.parametrize("num_images", [0, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_draft_logits_of_every_round_equal_a_stateless_recompute(made, name, num_images):
     target, inputs = target_of(made, name), image_inputs(name, num_images)

@@ -14,7 +14,7 @@ are compared with a recompute that keeps no state. The outcome is one line a cla
 
     python tests/sweep_targets.py [--only NAME ...] [--write docs/targets.md]
 
-It takes several minutes, and is no part of the test suite; `test_hybrid.py` and `test_decoding.py` hold a sample.
+It takes several minutes, and is no part of the test suite; `test_targets.py` holds the table against a sample.
 """
 
 import argparse

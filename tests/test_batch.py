@@ -6,6 +6,7 @@ from conftest import CACHE, VOCAB, WINDOW, make_draft, make_target, prompt
 from oracle import count_forwards, oracle
 from scipy.stats import chisquare
 from test_decoding import stateless_draft_logits
+from test_dflash2 import randomized
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -63,7 +64,7 @@ def test_uneven_acceptance_keeps_output_forwards_and_the_drafts_own_logits(targe
     shape = {"context_injection": injection}
     if injection == "dflash 2":
         shape = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
-    draft = make_draft(target, sliding_window=5, **shape)
+    draft = randomized(make_draft(target, sliding_window=5, **shape))
     plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     with oracle(plain, counts, VOCAB) as rounds, count_forwards(target) as forwards:
         drafted = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)

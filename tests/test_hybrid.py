@@ -229,6 +229,13 @@ def test_padding_with_an_attention_mask(made, name):
         assert torch.equal(greedy(target, ids, draft, attention_mask=mask), answer)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba"])
+def test_a_processor_that_calls_the_target_does_not_get_into_its_states(made, name):
+    target = target_of(made, name)
+    draft, ids = make_draft(target, **SHAPE), prompt(9)
+    assert torch.equal(greedy(target, ids, draft, guidance_scale=1.5), greedy(target, ids, guidance_scale=1.5))
+
+
 @pytest.mark.parametrize("name", [name for name in SERVED if name != "lfm2"])
 def test_rolling_back_runs_the_recurrence_alone(made, name, monkeypatch):
     """No second forward of the target, and no projection of a recurrent layer a second time."""

@@ -405,7 +405,7 @@ def dflash_decoding(
                 )
             if tree is not None:
                 inputs = tree_inputs(model, cache, tree, cached_length, inputs)
-            with generator.observing():
+            with generator.observing(), rollback.recording():  # a processor may call the target after this
                 outputs = model(**inputs, return_dict=True)
             logits = outputs.logits[:, -(k + 1) :].to(input_ids.device)  # (b, k + 1, V)
             committed, kept_rows = [], None

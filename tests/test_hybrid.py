@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from conftest import CACHE, COMMON, VOCAB, make_draft, prompt
 from oracle import oracle
 from test_decoding import stateless_draft_logits
@@ -274,6 +275,14 @@ class Linears(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.calls += func is torch.nn.functional.linear
         return func(*args, **(kwargs or {}))
+
+
+def test_weights_that_are_offloaded_between_two_layers_are_not_mistaken_for_others():
+    torch.manual_seed(0)
+    target = EXACT["qwen3_5_text"]().eval()
+    draft, ids = make_draft(target, **SHAPE), prompt(9)
+    answer = greedy(target, ids)
+    assert torch.equal(greedy(cpu_offload(target), ids, draft), answer)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "bamba"])

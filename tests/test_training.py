@@ -1,5 +1,6 @@
 """What a draft is trained on and for: blocks, what their slots see, objectives, features, and the trainer."""
 
+import argparse
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModel, EarlyStoppingCallback
 
+from transformers_dflash import cli
 from transformers_dflash.target import Target, draft_logits
 from transformers_dflash.training import (
     BlockDataset,
@@ -31,6 +33,7 @@ from transformers_dflash.training.blocks import (
     sample_anchors,
 )
 from transformers_dflash.training.command import with_adapters
+from transformers_dflash.training.data import chat_ids
 from transformers_dflash.training.objective import decay_weights, default_gamma, dpace_weights
 from transformers_dflash.training.trainer import collate
 
@@ -440,6 +443,17 @@ def test_rows_become_documents(smollm2_tokenizer, tmp_path):
 def test_rows_that_teach_nothing_are_refused(smollm2_tokenizer, row, message):
     with pytest.raises(ValueError, match=message):
         encode(row, smollm2_tokenizer)
+
+
+def test_a_chat_that_the_template_refuses_is_named(smollm2_tokenizer, monkeypatch):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    monkeypatch.setattr(smollm2_tokenizer, "chat_template", template)
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(ValueError, match=r"refuses a chat with the roles system, user \(no system role\)"):
+        chat_ids(chat, smollm2_tokenizer)
+    asked = argparse.Namespace(target="x", system="a", no_chat_template=False)
+    with pytest.raises(cli.BadInput, match=r"target x refuses the prompt \(no system role\): leave out --system"):
+        cli.tokenize(smollm2_tokenizer, "b", asked)
 
 
 def test_a_tokenizer_without_chat_template_is_named(smollm2_tokenizer):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 
 @dataclass
 class Document:
@@ -108,16 +110,19 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer: Any, prompt: bool = 
     """Token ids of a chat; with the opening of the next answer if it is a `prompt`.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: the tokenizer has no chat template, or its template refuses the chat.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             "the target's tokenizer has no chat template: give rows with `prompt` and `response` as token ids, or set "
             "tokenizer.chat_template"
         )
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **template_options)[
-        "input_ids"
-    ]
+    options = {"add_generation_prompt": prompt, "return_dict": True} | template_options
+    try:
+        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+    except TemplateError as error:  # as of roles that it does not know, or their order
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"the chat template refuses a chat with the roles {roles} ({error}): change it") from error
 
 
 def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_options: dict[str, Any]) -> Document:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from ..conversion.export import LAYOUTS
 from ..modeling_dflash import DFlashDraftModel
-from .card import CARD, is_by_hand, write_card
+from .card import CARD, is_by_hand, read_card, write_card
 from .push import push_export, push_to_hub
 
 
@@ -60,7 +60,7 @@ def card_command(options: argparse.Namespace) -> int:
             f"{folder} holds a draft in another system's layout, whose config.json has no room for a card's facts: "
             "write it in this one first, with transformers-dflash convert --to dflash"
         )
-    if (folder / CARD).exists() and is_by_hand((folder / CARD).read_text(encoding="utf-8")):
+    if (folder / CARD).exists() and is_by_hand(read_card(folder / CARD)):
         raise ValueError(f"{folder / CARD} was written or changed by a person: move it away to have one written")
     details = dict(draft_config.model_card or {})
     if options.results is not None:

@@ -21,6 +21,7 @@ from .regenerate import answer_by_server, answer_in_process, end_tokens, regener
 from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, trainable
 
 PROGRAM = "transformers-dflash train"
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _option(help: str, default: Any = None, **more: Any) -> Any:
@@ -77,6 +78,12 @@ def train_command(arguments: Sequence[str]) -> int:
         raise ValueError("give --target, and --prompts for the target to answer or --data with its answers")
     if options.lora_rank is not None and options.draft is None:
         raise ValueError("--lora_rank adapts a draft that is there: name it with --draft")
+    for name in ("max_length", "answer_batch", "answer_new_tokens", "num_taps"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    for name, known in (("target_dtype", ("auto", *DTYPES)), ("save_dtype", DTYPES)):  # needed after hours of training
+        if getattr(options, name) not in known:
+            raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
     output = Path(training.output_dir)
     gguf = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **gguf)

@@ -1,6 +1,7 @@
 """What a draft is trained on and for: blocks, what their slots see, objectives, features, and the trainer."""
 
 import argparse
+import copy
 import json
 
 import pytest
@@ -32,7 +33,7 @@ from transformers_dflash.training.blocks import (
     possible_anchors,
     sample_anchors,
 )
-from transformers_dflash.training.command import with_adapters
+from transformers_dflash.training.command import unused_token, with_adapters
 from transformers_dflash.training.data import chat_ids
 from transformers_dflash.training.objective import decay_weights, default_gamma, dpace_weights
 from transformers_dflash.training.trainer import collate
@@ -443,6 +444,14 @@ def test_rows_become_documents(smollm2_tokenizer, tmp_path):
 def test_rows_that_teach_nothing_are_refused(smollm2_tokenizer, row, message):
     with pytest.raises(ValueError, match=message):
         encode(row, smollm2_tokenizer)
+
+
+def test_a_mask_token_is_found_where_the_tokenizer_has_no_padding(target, smollm2_tokenizer, monkeypatch):
+    """As with Llama 3, whose embedding has no spare row either."""
+    monkeypatch.setattr(target.get_input_embeddings(), "num_embeddings", len(smollm2_tokenizer))
+    tokenizer = copy.deepcopy(smollm2_tokenizer)
+    tokenizer.pad_token = None
+    assert unused_token(target, tokenizer, []) == unused_token(target, smollm2_tokenizer, [])
 
 
 def test_a_chat_that_the_template_refuses_is_named(smollm2_tokenizer, monkeypatch):

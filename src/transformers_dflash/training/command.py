@@ -201,7 +201,7 @@ def unused_token(target: PreTrainedModel, tokenizer: Any, documents: Sequence[Do
     if rows > len(tokenizer):
         return len(tokenizer)
     used = {token for document in documents for token in document.ids}
-    used |= set(tokenizer.convert_tokens_to_ids([tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]))
+    used |= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}  # None where there is none
     used |= end_tokens(target)
     free = [id for id in sorted(tokenizer.added_tokens_decoder) if id not in used and id < rows]
     if not free:

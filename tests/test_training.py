@@ -439,6 +439,11 @@ def test_rows_become_documents(smollm2_tokenizer, tmp_path):
         ({"prompt": [5], "response": []}, "a `response` that is not empty"),
         ({"text": "a"}, r"it has \['text'\]"),
         ({"messages": [{"role": "user", "content": "a"}]}, "without an assistant turn"),
+        ({"messages": "a"}, "no list of objects with a `role`: a"),
+        ({"messages": [{"content": "a"}]}, "no list of objects with a `role`"),
+        ({"prompt": None, "response": "a"}, "`prompt` of a row is neither text nor a list of token ids: None"),
+        ({"prompt": "a", "response": 5}, "`response` of a row is neither"),
+        ({"prompt": [5], "response": [5, -1]}, "`response` of a row is neither"),
     ],
 )
 def test_rows_that_teach_nothing_are_refused(smollm2_tokenizer, row, message):

@@ -142,6 +142,8 @@ def parse_options(arguments: Sequence[str]) -> tuple[TrainOptions, DFlashTrainin
 def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, tokenizer: Any) -> None:
     """Let the target answer all prompts; goes on where an earlier run stood."""
     rows = [row for source in options.prompts for row in read_rows(source)]
+    if not rows:
+        raise ValueError(f"--prompts {' '.join(options.prompts)} holds no row: there is nothing to answer")
     more = {"max_new_tokens": options.answer_new_tokens, "temperature": options.answer_temperature}
 
     def answer(missing):
@@ -159,7 +161,7 @@ def read_documents(source: str, tokenizer: Any, max_length: int) -> list[Documen
     """The documents of a source, cut to `max_length` tokens; those that hold nothing to learn are left out, and told.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: a row is of none of the known forms, or nothing is left.
     """
     rows = [row for row in read_rows(source) if "response" not in row or row["response"]]
     documents = [encode(row, tokenizer).cut(max_length) for row in rows]

@@ -99,6 +99,10 @@ def encode(row: dict[str, Any], tokenizer: Any, **template_options) -> Document:
             f"a row needs `messages`, or `prompt` and a `response` that is not empty; it has {sorted(row)}"
         )
     prompt, response = row["prompt"], row["response"]
+    for name, value in (("prompt", prompt), ("response", response)):
+        ids = isinstance(value, list | tuple) and all(isinstance(one, int) and one >= 0 for one in value)
+        if not ids and not isinstance(value, str):
+            raise ValueError(f"the `{name}` of a row is neither text nor a list of token ids: {str(value)[:60]}")
     if isinstance(prompt, str):
         prompt = chat_ids([{"role": "user", "content": prompt}], tokenizer, **template_options)
     if isinstance(response, str):
@@ -131,6 +135,8 @@ def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_op
     Raises:
         ValueError: it has no assistant turn, or the template renders a turn differently once another follows.
     """
+    if not isinstance(messages, list | tuple) or not all(isinstance(one, dict) and "role" in one for one in messages):
+        raise ValueError(f"the `messages` of a row are no list of objects with a `role`: {str(messages)[:60]}")
     ids = chat_ids(messages, tokenizer, prompt=False, **template_options)
     mask = [False] * len(ids)
     for turn, message in enumerate(messages):

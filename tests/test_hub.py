@@ -441,6 +441,9 @@ def test_the_card_command_fills_in_results_and_licence(draft, tmp_path, capsys):
     (tmp_path / "report.json").write_text(json.dumps({"results": two}))
     assert main(["card", folder, "--results", str(tmp_path / "report.json")]) == 2
     assert "reports on 2 drafts" in capsys.readouterr().err
+    (tmp_path / "report.json").write_text(json.dumps({"results": [RESULT | {"acceptance_length": None}]}))
+    assert main(["card", folder, "--results", str(tmp_path / "report.json")]) == 2
+    assert "measured no round of the draft on GSM8K" in capsys.readouterr().err
     (tmp_path / "draft" / "README.md").write_text("mine")
     before = (tmp_path / "draft" / "config.json").read_text()
     assert main(["card", folder, "--license", "mit"]) == 2

@@ -91,6 +91,11 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         complete = False
     if not complete:
         raise ValueError(f"{path} is no report of transformers-dflash evaluate: name its report.json")
+    for row in results:
+        if not isinstance(row["acceptance_length"], float | int):  # null: every answer was one token
+            raise ValueError(
+                f"{path} measured no round of the draft on {row['dataset']}: evaluate with more new tokens"
+            )
     drafts = {row.get("draft") for row in results}
     if len(drafts) > 1:
         raise ValueError(f"{path} reports on {len(drafts)} drafts: evaluate the one of this card alone")

@@ -57,7 +57,8 @@ def main() -> None:
                     rollback.begin()
                     rollback.before_block()
                     start = time.perf_counter()
-                    target(block, past_key_values=cache)
+                    with rollback.recording():
+                        target(block, past_key_values=cache)
                     middle = time.perf_counter()
                     if rollback.after_block(options.block, options.kept):
                         target(block[:, : options.kept], past_key_values=cache)

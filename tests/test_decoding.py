@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import VOCAB, WINDOW, make_draft, make_target, prompt
+from conftest import CACHE, VOCAB, WINDOW, make_draft, make_target, prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import count_forwards, expected_forwards, oracle
-from transformers import AutoModel
+from transformers import AutoModel, DynamicCache
 
 from transformers_dflash.target import decoder_layers
 
@@ -266,6 +266,38 @@ def test_rope_that_changes_with_length_gives_plain_output(rope):
     answer = plain(target, ids, max_new_tokens=40)
     with oracle(answer, 3, VOCAB):
         assert torch.equal(plain(target, ids, max_new_tokens=40, assistant_model=draft), answer)
+
+
+@pytest.mark.parametrize("budget", [None, 12], ids=["chains", "trees"])
+@pytest.mark.parametrize("padding", [0, 4])
+def test_a_target_that_reads_everything_anew_gives_plain_output(padding, budget):
+    """Phi-3 drops its cache where its rope changes, which padding moves away from where the angles change."""
+    from conftest import COMMON
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 32, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    shape = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    config = Phi3Config(**shape, sliding_window=20, original_max_position_embeddings=32, rope_parameters=rope)
+    target = Phi3ForCausalLM(config).eval()
+    draft = make_draft(target, rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    draft.generation_config.tree_budget = budget
+    ids, mask = prompt(20), torch.ones(1, 20, dtype=torch.long)
+    mask[:, :padding] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 40, "return_dict_in_generate": True}
+    if budget is None:
+        options["output_hidden_states"] = True
+    expected, drafted = plain(target, ids, **options), plain(target, ids, **options, assistant_model=draft)
+    assert torch.equal(drafted.sequences, expected.sequences)
+    if budget is None:
+        shapes = [[states[-1].shape for states in out.hidden_states] for out in (drafted, expected)]
+        assert shapes[0] == shapes[1]
+    cache, turn = DynamicCache(config=config), prompt(20)
+    for _ in range(2):  # the second prompt goes over the bound
+        out = plain(target, turn, assistant_model=draft, max_new_tokens=6, **{CACHE: cache})
+        assert torch.equal(out, plain(target, turn, max_new_tokens=6))
+        turn = torch.cat([out, prompt(12, seed=3)], dim=1)
 
 
 def test_seeds_make_targets_differ():

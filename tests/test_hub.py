@@ -122,6 +122,15 @@ def test_saving_writes_a_card_and_leaves_those_of_people_alone(draft, tmp_path):
     ]
 
 
+def test_a_card_in_another_encoding_is_left_alone(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    mine = "ein Entwurf für größere Modelle".encode("latin-1")
+    (tmp_path / "README.md").write_bytes(mine)
+    draft.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_bytes() == mine
+    assert main(["card", str(tmp_path)]) == 2
+
+
 def test_what_a_card_says_goes_along_through_saving_and_loading(draft, tmp_path):
     draft.config.model_card = {"license": "mit", "results": [RESULT]}
     draft.save_pretrained(tmp_path)
@@ -432,6 +441,9 @@ def test_the_card_command_fills_in_results_and_licence(draft, tmp_path, capsys):
     (tmp_path / "report.json").write_text(json.dumps({"results": two}))
     assert main(["card", folder, "--results", str(tmp_path / "report.json")]) == 2
     assert "reports on 2 drafts" in capsys.readouterr().err
+    (tmp_path / "report.json").write_text(json.dumps({"results": [RESULT | {"acceptance_length": None}]}))
+    assert main(["card", folder, "--results", str(tmp_path / "report.json")]) == 2
+    assert "measured no round of the draft on GSM8K" in capsys.readouterr().err
     (tmp_path / "draft" / "README.md").write_text("mine")
     before = (tmp_path / "draft" / "config.json").read_text()
     assert main(["card", folder, "--license", "mit"]) == 2

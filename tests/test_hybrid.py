@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from conftest import CACHE, COMMON, VOCAB, make_draft, prompt
 from oracle import oracle
 from test_decoding import stateless_draft_logits
@@ -264,6 +265,13 @@ def test_padding_with_an_attention_mask(made, name):
         assert torch.equal(greedy(target, ids, draft, attention_mask=mask), answer)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba"])
+def test_a_processor_that_calls_the_target_does_not_get_into_its_states(made, name):
+    target = target_of(made, name)
+    draft, ids = make_draft(target, **SHAPE), prompt(9)
+    assert torch.equal(greedy(target, ids, draft, guidance_scale=1.5), greedy(target, ids, guidance_scale=1.5))
+
+
 @pytest.mark.parametrize("name", [name for name in SERVED if "lfm2" not in name])
 def test_rolling_back_runs_the_recurrence_alone(made, name, monkeypatch):
     """No second forward of the target, and no projection of a recurrent layer a second time."""
@@ -302,6 +310,14 @@ class Linears(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.calls += func is torch.nn.functional.linear
         return func(*args, **(kwargs or {}))
+
+
+def test_weights_that_are_offloaded_between_two_layers_are_not_mistaken_for_others():
+    torch.manual_seed(0)
+    target = EXACT["qwen3_5_text"]().eval()
+    draft, ids = make_draft(target, **SHAPE), prompt(9)
+    answer = greedy(target, ids)
+    assert torch.equal(greedy(cpu_offload(target), ids, draft), answer)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "bamba"])

@@ -212,6 +212,8 @@ def test_the_ablation_compares_arms_and_goes_on(target_folder, answers, tmp_path
         ([], "give --target, and --prompts"),
         (["--target", "x", "--data", "z", "--loss_type", "mse"], "loss_type is one of ce, kl, dpace; got 'mse'"),
         (["--target", "x", "--data", "z", "--lora_rank", "4"], "name it with --draft"),
+        (["--target", "x", "--data", "z", "--save_dtype", "fp16"], "--save_dtype is one of bfloat16, float16"),
+        (["--target", "x", "--data", "z", "--max_length", "-3"], "--max_length must be at least 1, got -3"),
         (["--target", "x", "--data", "z", "--anchors_per_document", "0"], "must be at least 1, got 0"),
     ],
 )

@@ -1,5 +1,7 @@
 """What a draft is trained on and for: blocks, what their slots see, objectives, features, and the trainer."""
 
+import argparse
+import copy
 import json
 
 import pytest
@@ -9,6 +11,7 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModel, EarlyStoppingCallback
 
+from transformers_dflash import cli
 from transformers_dflash.target import Target, draft_logits
 from transformers_dflash.training import (
     BlockDataset,
@@ -30,7 +33,8 @@ from transformers_dflash.training.blocks import (
     possible_anchors,
     sample_anchors,
 )
-from transformers_dflash.training.command import with_adapters
+from transformers_dflash.training.command import unused_token, with_adapters
+from transformers_dflash.training.data import chat_ids
 from transformers_dflash.training.objective import decay_weights, default_gamma, dpace_weights
 from transformers_dflash.training.trainer import collate
 
@@ -446,11 +450,35 @@ def test_rows_become_documents(smollm2_tokenizer, tmp_path):
         ({"prompt": [5], "response": []}, "a `response` that is not empty"),
         ({"text": "a"}, r"it has \['text'\]"),
         ({"messages": [{"role": "user", "content": "a"}]}, "without an assistant turn"),
+        ({"messages": "a"}, "no list of objects with a `role`: a"),
+        ({"messages": [{"content": "a"}]}, "no list of objects with a `role`"),
+        ({"prompt": None, "response": "a"}, "`prompt` of a row is neither text nor a list of token ids: None"),
+        ({"prompt": "a", "response": 5}, "`response` of a row is neither"),
+        ({"prompt": [5], "response": [5, -1]}, "`response` of a row is neither"),
     ],
 )
 def test_rows_that_teach_nothing_are_refused(smollm2_tokenizer, row, message):
     with pytest.raises(ValueError, match=message):
         encode(row, smollm2_tokenizer)
+
+
+def test_a_mask_token_is_found_where_the_tokenizer_has_no_padding(target, smollm2_tokenizer, monkeypatch):
+    """As with Llama 3, whose embedding has no spare row either."""
+    monkeypatch.setattr(target.get_input_embeddings(), "num_embeddings", len(smollm2_tokenizer))
+    tokenizer = copy.deepcopy(smollm2_tokenizer)
+    tokenizer.pad_token = None
+    assert unused_token(target, tokenizer, []) == unused_token(target, smollm2_tokenizer, [])
+
+
+def test_a_chat_that_the_template_refuses_is_named(smollm2_tokenizer, monkeypatch):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    monkeypatch.setattr(smollm2_tokenizer, "chat_template", template)
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(ValueError, match=r"refuses a chat with the roles system, user \(no system role\)"):
+        chat_ids(chat, smollm2_tokenizer)
+    asked = argparse.Namespace(target="x", system="a", no_chat_template=False)
+    with pytest.raises(cli.BadInput, match=r"target x refuses the prompt \(no system role\): leave out --system"):
+        cli.tokenize(smollm2_tokenizer, "b", asked)
 
 
 def test_a_tokenizer_without_chat_template_is_named(smollm2_tokenizer):

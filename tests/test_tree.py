@@ -17,6 +17,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LogitsProcessor,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
@@ -320,10 +322,23 @@ def bloom():
     return BloomForCausalLM(BloomConfig(**shape, bos_token_id=1, eos_token_id=None, pad_token_id=0))
 
 
+def gpt_neo():
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "initializer_range": 0.2}
+    layers = {"attention_types": [[["global", "local"], 2]], "window_size": 8}
+    return GPTNeoForCausalLM(GPTNeoConfig(**shape, **layers, bos_token_id=1, eos_token_id=None, pad_token_id=0))
+
+
 SHAPE = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
 
-@pytest.mark.parametrize(("make", "reason"), [(hybrid, "LinearAttentionLayer"), (bloom, "counts positions by itself")])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (hybrid, "LinearAttentionLayer"),
+        (bloom, "counts positions by itself"),
+        (gpt_neo, "makes its windows by itself"),
+    ],
+)
 def test_targets_that_cannot_take_a_tree_get_chains_and_say_so(make, reason, warnings):
     torch.manual_seed(0)
     target = make().eval()
@@ -350,6 +365,15 @@ def test_what_does_not_go_with_trees_gets_chains(target, draft, warnings, option
     sequences = [out if isinstance(out, torch.Tensor) else out.sequences for out in (drafted, plain)]
     assert torch.equal(*sequences)
     assert reason in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_a_cache_that_knows_no_windows_gets_chains(targets, name, warnings):
+    """Its layers keep everything, so that they do not say how far the target's own see."""
+    target, ids = targets[name], prompt(30)
+    out = greedy(target, ids, make_draft(target), 12, **{CACHE: DynamicCache()})
+    assert torch.equal(out, greedy(target, ids))
+    assert "not made for its config" in warnings[0]
 
 
 def test_a_draft_with_a_selector_gets_chains(target, warnings):

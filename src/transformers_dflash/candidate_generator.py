@@ -118,6 +118,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
             n.
         """
         new = self.taps.take()  # (b, rows, taps * H)
+        if num_cached == new.shape[1]:  # nothing was cached, or the target has read it anew: it may not be as it was
+            self.cache, self.num_pending = self.draft.make_cache(), [0] * new.shape[0]
         num_cached = new.shape[1] if num_cached is None else num_cached
         counts = [new.shape[1]] * new.shape[0]
         self.next_positions = [num_cached] * new.shape[0]
@@ -141,14 +143,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return "a logits processor looks at the tokens before"
         return None
 
-    def commit(self, num_tokens: list[int], block_rows: list[int] | None = None) -> None:
+    def commit(self, num_tokens: list[int], num_rows: int, block_rows: list[int] | None = None) -> None:
         """Take over the features of each row's first `num_tokens` in a block: of its anchor and what was accepted.
 
         Args:
             num_tokens: of each sequence.
+            num_rows: the block's; the target may have run over all tokens before it too.
             block_rows: of a tree, the block's rows that these are.
         """
-        new = self.taps.take()
+        new = self.taps.take()[:, -num_rows:]
         self._append(new[:, : max(num_tokens)] if block_rows is None else new[:, block_rows], num_tokens)
         self.next_positions = [a + b for a, b in zip(self.next_positions, num_tokens, strict=True)]
 
@@ -235,17 +238,18 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Draft the likeliest continuations of `ids (1, n)`, whose last token is the anchor, as a tree.
 
         Args:
-            max_candidates: as in `get_candidates`; of a branch.
+            max_candidates: as in `get_candidates`; of the whole tree.
         """
         k = self._num_candidates([ids], max_candidates)
         if k <= 0:
             return DraftTree()
         logits = self._logits(self._draft(ids[:, -1:], k))[0].to(ids.device, torch.float32)  # (k, V)
         law = process_rows(self.logits_processors[0], ids[:, -1:], logits).log_softmax(-1)
-        best = law.topk(min(self.tree_budget, law.shape[1]))  # (k, m)
+        budget = self.tree_budget if max_candidates is None else min(self.tree_budget, max_candidates)
+        best = law.topk(min(budget, law.shape[1]))  # (k, m)
         threshold = self.confidence_threshold or 0.0
         least = math.log(threshold) if threshold > 0 else -math.inf
-        return best_first_tree(best.values.tolist(), best.indices.tolist(), self.tree_budget, least)
+        return best_first_tree(best.values.tolist(), best.indices.tolist(), budget, least)
 
     def _num_candidates(self, rows: list[torch.Tensor], max_candidates: int | None) -> int:
         """The most candidates in a row that the draft, the budget of new tokens and the caller allow."""

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 import huggingface_hub
 import torch
+from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
@@ -379,7 +380,14 @@ def tokenize(tokenizer: Any, prompt: str, options: argparse.Namespace) -> Any:
         raise BadInput(f"--target {options.target} has no chat template: add --no-chat-template")
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
     messages.append({"role": "user", "content": prompt})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    arguments: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    try:
+        return tokenizer.apply_chat_template(messages, **arguments)
+    except TemplateError as error:
+        mend = "leave out --system" if options.system is not None else "add --no-chat-template"
+        raise BadInput(
+            f"the chat template of --target {options.target} refuses the prompt ({error}): {mend}"
+        ) from error
 
 
 def summarise(best: dict[str, Any], plain: dict[str, Any] | None, sampled: bool) -> dict[str, Any]:

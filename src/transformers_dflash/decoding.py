@@ -297,8 +297,9 @@ def _longest_draft(generator: DFlashCandidateGenerator, cache: Cache, cached_len
     # Of a static cache the anchor and the candidates must fit; a sliding layer of it never fills up.
     static = [layer for layer in cache.layers if isinstance(layer, StaticLayer) and layer.is_croppable]
     bounds = [layer.max_cache_len - cached_length - 1 for layer in static]
-    if (last := generator.target.last_exact_position(cached_length)) is not None:
-        bounds.append(last - cached_length)
+    for position in {cached_length, *generator.next_positions}:  # those of a padded prompt are fewer than its columns
+        if (last := generator.target.last_exact_position(position)) is not None:
+            bounds.append(last - position)
     return min(bounds, default=None)
 
 
@@ -359,6 +360,7 @@ def dflash_decoding(
         kept = _kept_columns(model_kwargs.get("attention_mask"))
         with generator.observing():
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
+        cache = rollback.cache = _cache_after(outputs, cache_name, cache)
         rollback.begin()
         cached_length = generator.commit_prompt(kept, _cached_tokens(cache))
         logits = outputs.logits[:, -1:].to(input_ids.device, copy=True)  # (b, 1, V)
@@ -391,6 +393,7 @@ def dflash_decoding(
                 candidates, draft_logits = generator.draft_rows([row.ids for row in active], longest)
             else:
                 candidates, draft_logits = input_ids.new_tensor([tree.tokens]), None
+                tree = tree or None  # without a node it is a chain without a candidate
             k = candidates.shape[1]
             drafted = time.perf_counter()
 
@@ -405,9 +408,13 @@ def dflash_decoding(
                 )
             if tree is not None:
                 inputs = tree_inputs(model, cache, tree, cached_length, inputs)
-            with generator.observing():
+            with generator.observing(), rollback.recording():  # a processor may call the target after this
                 outputs = model(**inputs, return_dict=True)
             logits = outputs.logits[:, -(k + 1) :].to(input_ids.device)  # (b, k + 1, V)
+            anew = _cache_after(outputs, cache_name, cache) is not cache  # and all tokens, not the block alone
+            if anew:
+                cache = rollback.cache = outputs[cache_name]
+                rollback.begin()
             committed, kept_rows = [], None
             for i, row in enumerate(active):
                 length = row.ids.shape[1]
@@ -419,10 +426,13 @@ def dflash_decoding(
                     row.ids, kept_rows, accepted = row.verifier.commit_tree(row.ids, tree, logits[i])
                 committed.append(row.ids.shape[1] - length)
                 row.acceptance_lengths.append(committed[-1])
-                row.verifier.record.add_block(outputs, k + 1, committed[-1], cache)
+                if anew:
+                    row.verifier.record.add_prefill(outputs)
+                else:
+                    row.verifier.record.add_block(outputs, k + 1, committed[-1], cache)
                 places = k if tree is None else max(tree.depths, default=0)
                 statistics.add_round(k, places, committed[-1], accepted)
-            generator.commit(committed, kept_rows)
+            generator.commit(committed, k + 1, kept_rows)
 
             if kept_rows is not None:
                 rollback.after_tree(k + 1, kept_rows)
@@ -569,6 +579,13 @@ def _grown(model: PreTrainedModel, outputs: ModelOutput, model_kwargs: dict[str,
     for _ in range(num_new):
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     return model_kwargs
+
+
+def _cache_after(outputs: ModelOutput, cache_name: str, cache: Cache) -> Cache:
+    """The target's cache after a forward: another one where it read all tokens anew, as Phi-3 does where its rope
+    changes."""
+    after = outputs.get(cache_name)
+    return cache if after is None else after
 
 
 def _cached_tokens(cache: Cache) -> int | None:

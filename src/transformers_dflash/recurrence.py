@@ -33,6 +33,7 @@ class Recurrence:
         self.thread = threading.get_ident()
         self.arguments: tuple[tuple, dict[str, Any]] = ((), {})
         self.projections: dict[int, torch.Tensor | None] = {}  # by the weight's identity: (b, n, out)
+        self._weights: list[Any] = []  # kept, since one that is offloaded goes, and another takes its identity
         self._hooks = [mixer.register_forward_pre_hook(self._remember_call, with_kwargs=True)]
         for module in mixer.modules():
             if isinstance(module, nn.Linear):
@@ -40,13 +41,14 @@ class Recurrence:
 
     def _remember_call(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.recording and threading.get_ident() == self.thread:
-            self.arguments, self.projections = (args, kwargs), {}
+            self.arguments, self.projections, self._weights = (args, kwargs), {}, []
 
     def _remember_projection(self, module: nn.Module, _args: tuple, output: torch.Tensor) -> None:
         if self.recording and threading.get_ident() == self.thread:
-            weight = id(module.weight)
+            weight = module.weight
+            self._weights.append(weight)
             # Called twice, it is not known which output belongs where.
-            self.projections[weight] = None if weight in self.projections else output
+            self.projections[id(weight)] = None if id(weight) in self.projections else output
 
     def run_again(self, num_rows: int) -> None:
         """Update the cache's layer, which stands as it did before the block, with the block's first rows."""

@@ -14,6 +14,8 @@ sees.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,8 +74,17 @@ class Rollback:
     def before_block(self) -> None:
         """Copy what cannot be cropped."""
         self.copies = [_copy_state(layer) for layer in self.copied]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Remember what the block's forward, made inside, computes; no other forward of the target may get in."""
         for recurrence in self.recurrences:
             recurrence.recording = True
+        try:
+            yield
+        finally:
+            for recurrence in self.recurrences:
+                recurrence.recording = False
 
     def after_tree(self, num_rows: int, kept: list[int]) -> None:
         """Take all rows of a block of `num_rows` out but those `kept`, ascending, which move together."""
@@ -95,8 +106,6 @@ class Rollback:
         Returns:
             Whether the committed tokens must be run again: then the cache is as it was before the block.
         """
-        for recurrence in self.recurrences:
-            recurrence.recording = False
         replay = bool(self.copied) and num_committed < num_rows and not self.recurrences
         for layer in self.cropped:
             layer.crop(-num_rows if replay else num_committed - num_rows)  # 0 trims sliding layers

@@ -156,8 +156,8 @@ class Target:
                 bounds.append(longest - 1)
             elif kind.get("rope_type") == "longrope":
                 crossing = kind.get("original_max_position_embeddings", longest) - 1
-                if position <= crossing:
-                    bounds.append(crossing)
+                if position <= crossing + 1:  # there Phi-3 reads all tokens anew, for one token at a time
+                    bounds.append(max(crossing, position))
         return min(bounds, default=None)
 
     def _ropes(self) -> list[dict]:

@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 _MASKED_BY_ARGUMENT = ("eager", "sdpa")  # attention implementations that take any mask
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# They make windows of their own, which count rows of a block where a tree's depth should count.
+_OWN_WINDOWS = {"gpt_neo"}
 _takes_trees: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
@@ -101,12 +103,11 @@ def tree_inputs(
     depths = torch.tensor([0, *tree.depths])
     mask = inputs.get("attention_mask")
     kept = None if mask is None else mask[0, :num_cached] != 0  # (n,), False where the prompt has padding
-    windows = {layer.sliding_window if layer.is_sliding else None for layer in cache.layers}
     masks = {
         "full_attention" if window is None else "sliding_attention": _as_argument(
             model, _seen(tree.ancestors(), depths, num_cached, kept, window)
         )
-        for window in windows
+        for window in set(_windows(cache))
     }
     positions = inputs["position_ids"]
     return inputs | {
@@ -151,7 +152,11 @@ def why_no_tree(
     if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))
         return f"its cache has layers of type {others}"
+    if _windows(cache) != _windows(DynamicCache(config=model.config)):
+        return "its cache was not made for its config, with which sliding layers keep what their windows show"
     text = model.config.get_text_config(decoder=True)
+    if text.model_type in _OWN_WINDOWS:
+        return "it makes its windows by itself"
     if not set(getattr(text, "layer_types", None) or ()) <= _LAYER_TYPES:
         return f"it has layers of types {', '.join(sorted(set(text.layer_types) - _LAYER_TYPES))}"
     implementation = text._attn_implementation
@@ -165,6 +170,11 @@ def why_no_tree(
     if implementation not in known:
         known[implementation] = _verifies_a_small_tree(model, cache_name)
     return None if known[implementation] else "it does not give a tree's nodes the logits that it gives their chains"
+
+
+def _windows(cache: Cache) -> list[int | None]:
+    """The sliding window of each layer, None where it is full."""
+    return [layer.sliding_window if layer.is_sliding else None for layer in cache.layers]
 
 
 @torch.no_grad()

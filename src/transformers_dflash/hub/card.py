@@ -88,11 +88,16 @@ def write_card(folder: str | os.PathLike, config: DFlashDraftConfig, place: str 
         **options: of `render_card`.
     """
     path = Path(folder) / CARD
-    if path.exists() and is_by_hand(path.read_text(encoding="utf-8")):
+    if path.exists() and is_by_hand(read_card(path)):
         return
     part = path.with_name(f".{CARD}.{os.getpid()}.part")
     part.write_text(render_card(config, place or Path(folder).resolve().name, **options), encoding="utf-8")
     part.replace(path)
+
+
+def read_card(path: Path) -> str:
+    """The text of a card that anybody may have written, in whatever encoding."""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def is_by_hand(card: str) -> bool:
@@ -147,4 +152,4 @@ def _version() -> str:
         return "(from source)"
 
 
-__all__ = ["CARD", "is_by_hand", "is_hub_id", "render_card", "target_name", "write_card"]
+__all__ = ["CARD", "is_by_hand", "is_hub_id", "read_card", "render_card", "target_name", "write_card"]

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from ..conversion.export import LAYOUTS
 from ..modeling_dflash import DFlashDraftModel
-from .card import CARD, is_by_hand, write_card
+from .card import CARD, is_by_hand, read_card, write_card
 from .push import push_export, push_to_hub
 
 
@@ -60,7 +60,7 @@ def card_command(options: argparse.Namespace) -> int:
             f"{folder} holds a draft in another system's layout, whose config.json has no room for a card's facts: "
             "write it in this one first, with transformers-dflash convert --to dflash"
         )
-    if (folder / CARD).exists() and is_by_hand((folder / CARD).read_text(encoding="utf-8")):
+    if (folder / CARD).exists() and is_by_hand(read_card(folder / CARD)):
         raise ValueError(f"{folder / CARD} was written or changed by a person: move it away to have one written")
     details = dict(draft_config.model_card or {})
     if options.results is not None:
@@ -91,6 +91,11 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         complete = False
     if not complete:
         raise ValueError(f"{path} is no report of transformers-dflash evaluate: name its report.json")
+    for row in results:
+        if not isinstance(row["acceptance_length"], float | int):  # null: every answer was one token
+            raise ValueError(
+                f"{path} measured no round of the draft on {row['dataset']}: evaluate with more new tokens"
+            )
     drafts = {row.get("draft") for row in results}
     if len(drafts) > 1:
         raise ValueError(f"{path} reports on {len(drafts)} drafts: evaluate the one of this card alone")

@@ -16,7 +16,7 @@ from ..configuration_dflash import DFlashDraftConfig
 from ..conversion.export import convert
 from ..integration import draft_of
 from ..modeling_dflash import DFlashDraftModel
-from .card import CARD, is_by_hand, is_hub_id, write_card
+from .card import CARD, is_by_hand, is_hub_id, read_card, write_card
 
 _PACKAGE = Path(__file__).parents[1]
 # A repository that holds whole weights and an index of shards is read as whole, so what is replaced must go.
@@ -134,7 +134,7 @@ def write_published_card(
         published = hf_hub_download(
             repo_id, CARD, revision=revision, token=api.token, local_dir=Path(folder) / ".card"
         )
-        keep = is_by_hand(Path(published).read_text(encoding="utf-8"))
+        keep = is_by_hand(read_card(Path(published)))
     except (EntryNotFoundError, RevisionNotFoundError):
         keep = False
     finally:

@@ -21,6 +21,7 @@ from .regenerate import answer_by_server, answer_in_process, end_tokens, regener
 from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, trainable
 
 PROGRAM = "transformers-dflash train"
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _option(help: str, default: Any = None, **more: Any) -> Any:
@@ -77,6 +78,12 @@ def train_command(arguments: Sequence[str]) -> int:
         raise ValueError("give --target, and --prompts for the target to answer or --data with its answers")
     if options.lora_rank is not None and options.draft is None:
         raise ValueError("--lora_rank adapts a draft that is there: name it with --draft")
+    for name in ("max_length", "answer_batch", "answer_new_tokens", "num_taps"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    for name, known in (("target_dtype", ("auto", *DTYPES)), ("save_dtype", DTYPES)):  # needed after hours of training
+        if getattr(options, name) not in known:
+            raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
     output = Path(training.output_dir)
     gguf = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **gguf)
@@ -135,6 +142,8 @@ def parse_options(arguments: Sequence[str]) -> tuple[TrainOptions, DFlashTrainin
 def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, tokenizer: Any) -> None:
     """Let the target answer all prompts; goes on where an earlier run stood."""
     rows = [row for source in options.prompts for row in read_rows(source)]
+    if not rows:
+        raise ValueError(f"--prompts {' '.join(options.prompts)} holds no row: there is nothing to answer")
     more = {"max_new_tokens": options.answer_new_tokens, "temperature": options.answer_temperature}
 
     def answer(missing):
@@ -152,7 +161,7 @@ def read_documents(source: str, tokenizer: Any, max_length: int) -> list[Documen
     """The documents of a source, cut to `max_length` tokens; those that hold nothing to learn are left out, and told.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: a row is of none of the known forms, or nothing is left.
     """
     rows = [row for row in read_rows(source) if "response" not in row or row["response"]]
     documents = [encode(row, tokenizer).cut(max_length) for row in rows]
@@ -194,7 +203,7 @@ def unused_token(target: PreTrainedModel, tokenizer: Any, documents: Sequence[Do
     if rows > len(tokenizer):
         return len(tokenizer)
     used = {token for document in documents for token in document.ids}
-    used |= set(tokenizer.convert_tokens_to_ids([tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]))
+    used |= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}  # None where there is none
     used |= end_tokens(target)
     free = [id for id in sorted(tokenizer.added_tokens_decoder) if id not in used and id < rows]
     if not free:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 
 @dataclass
 class Document:
@@ -97,6 +99,10 @@ def encode(row: dict[str, Any], tokenizer: Any, **template_options) -> Document:
             f"a row needs `messages`, or `prompt` and a `response` that is not empty; it has {sorted(row)}"
         )
     prompt, response = row["prompt"], row["response"]
+    for name, value in (("prompt", prompt), ("response", response)):
+        ids = isinstance(value, list | tuple) and all(isinstance(one, int) and one >= 0 for one in value)
+        if not ids and not isinstance(value, str):
+            raise ValueError(f"the `{name}` of a row is neither text nor a list of token ids: {str(value)[:60]}")
     if isinstance(prompt, str):
         prompt = chat_ids([{"role": "user", "content": prompt}], tokenizer, **template_options)
     if isinstance(response, str):
@@ -108,16 +114,19 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer: Any, prompt: bool = 
     """Token ids of a chat; with the opening of the next answer if it is a `prompt`.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: the tokenizer has no chat template, or its template refuses the chat.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             "the target's tokenizer has no chat template: give rows with `prompt` and `response` as token ids, or set "
             "tokenizer.chat_template"
         )
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True, **template_options)[
-        "input_ids"
-    ]
+    options = {"add_generation_prompt": prompt, "return_dict": True} | template_options
+    try:
+        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+    except TemplateError as error:  # as of roles that it does not know, or their order
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"the chat template refuses a chat with the roles {roles} ({error}): change it") from error
 
 
 def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_options: dict[str, Any]) -> Document:
@@ -126,6 +135,8 @@ def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_op
     Raises:
         ValueError: it has no assistant turn, or the template renders a turn differently once another follows.
     """
+    if not isinstance(messages, list | tuple) or not all(isinstance(one, dict) and "role" in one for one in messages):
+        raise ValueError(f"the `messages` of a row are no list of objects with a `role`: {str(messages)[:60]}")
     ids = chat_ids(messages, tokenizer, prompt=False, **template_options)
     mask = [False] * len(ids)
     for turn, message in enumerate(messages):

@@ -1,5 +1,6 @@
 """`transformers-dflash train`, as its users run it: from prompts to a draft, cut and gone on, on two processes."""
 
+import copy
 import csv
 import json
 import os
@@ -17,7 +18,7 @@ from conftest import REPO
 from huggingface_hub import InferenceClient
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from transformers_dflash.training.command import train_command
+from transformers_dflash.training.command import answer_prompts, parse_options, read_documents, train_command
 from transformers_dflash.training.regenerate import ResponseFile, answer_by_server, answer_in_process, mark, regenerate
 
 PROGRAM = str(Path(sys.executable).with_name("transformers-dflash"))
@@ -252,9 +253,9 @@ def test_answers_go_on_after_a_cut_and_none_is_lost_or_made_twice(tmp_path):
     assert asked == [0, 1, 2, 3, 5]
     assert sorted(json.loads(line)["index"] for line in path.read_text().splitlines()) == list(range(6))
 
-    for others in (rows[::-1], rows[:3]):
+    for others, options in ((rows[::-1], {}), (rows[:3], {}), (rows, {"enable_thinking": False})):
         with pytest.raises(ValueError, match="holds an answer to another prompt than row"):
-            regenerate(others, path, answer)
+            regenerate(others, path, answer, **options)
 
     path.write_text("[1]\n")
     with pytest.raises(ValueError, match="line 1 is no answered row"):
@@ -270,6 +271,8 @@ class StandInServer(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         status = 500 if StandInServer.fails and "3" in request["messages"][0]["content"] else 200
         message = {"role": "assistant", "content": "to " + request["messages"][-1]["content"]}
+        if "chat_template_kwargs" in request:
+            message["content"] += f" {request['chat_template_kwargs']}"
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         reply = {"id": "1", "created": 1, "model": request["model"], "object": "chat.completion", "choices": [choice]}
         reply |= {"system_fingerprint": "", "usage": {"completion_tokens": 1, "prompt_tokens": 1, "total_tokens": 2}}
@@ -305,7 +308,30 @@ def test_a_server_answers_and_a_failure_keeps_what_was_answered(tmp_path):
     answered = {row["index"]: row for row in map(json.loads, path.read_text().splitlines())}
     assert sorted(answered) == list(range(8))
     assert answered[5]["messages"][-1] == {"role": "assistant", "content": "to question 5"}
+    [answered] = answer_by_server([(0, rows[0])], client, "model", 1, max_new_tokens=5, enable_thinking=False)
+    assert answered[0]["messages"][-1]["content"] == "to question 0 {'enable_thinking': False}"
     server.shutdown()
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_thinking_is_switched_in_prompts_and_documents_alike(target_folder, smollm2_tokenizer, tmp_path, thinking):
+    tokenizer = copy.deepcopy(smollm2_tokenizer)
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if enable_thinking is not defined %} as ever{% elif enable_thinking %} think"
+        "{% else %} at once{% endif %}{% for message in messages[1:] %}: {{ message.content }}{% endfor %}"
+    )
+    said = {None: " as ever", True: " think", False: " at once"}[thinking]
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n')
+    arguments = ["--target", str(target_folder), "--prompts", str(prompts), "--output_dir", str(tmp_path)]
+    arguments += [] if thinking is None else ["--thinking", str(thinking)]
+    options, _ = parse_options([*arguments, "--answer_new_tokens", "4", "--use_cpu"])
+    answer_prompts(options, answers, AutoModelForCausalLM.from_pretrained(target_folder), tokenizer)
+    row = json.loads(answers.read_text())
+    assert tokenizer.decode(row["prompt"]) == "Hello" + said
+    answers.write_text('{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a b"}]}\n')
+    [document] = read_documents(str(answers), tokenizer, 99, **options.template_options)
+    assert tokenizer.decode(document.ids) == f"Hi{said}: a b"
 
 
 def test_sampled_answers_do_not_depend_on_where_a_run_was_cut(target_folder, smollm2_tokenizer):

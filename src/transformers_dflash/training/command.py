@@ -69,6 +69,12 @@ class TrainOptions:
     answer_batch: int = _option("prompts answered at one time", 16)
     answer_new_tokens: int = _option("the most tokens of an answer", 1024)
     answer_temperature: float = _option("0 is greedy", 0.0)
+    thinking: bool | None = _option("whether the target thinks; by default as its chat template has it")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is told."""
+        return {} if self.thinking is None else {"enable_thinking": self.thinking}
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -95,9 +101,10 @@ def train_command(arguments: Sequence[str]) -> int:
         with training.main_process_first(desc="answering the prompts"):
             answer_prompts(options, output / "answers.jsonl", target, tokenizer)
         sources.append(str(output / "answers.jsonl"))
-    documents = [document for source in sources for document in read_documents(source, tokenizer, options.max_length)]
+    reading = {"tokenizer": tokenizer, "max_length": options.max_length, **options.template_options}
+    documents = [document for source in sources for document in read_documents(source, **reading)]
     if options.eval_data is not None:
-        held_out = read_documents(options.eval_data, tokenizer, options.max_length)[: options.eval_documents]
+        held_out = read_documents(options.eval_data, **reading)[: options.eval_documents]
     else:
         count = min(options.eval_documents, len(documents) // 10)
         documents, held_out = documents[: len(documents) - count], documents[len(documents) - count :]
@@ -109,7 +116,11 @@ def train_command(arguments: Sequence[str]) -> int:
     draft.config.target_name_or_path = options.target
     draft.config.target_revision = getattr(target.config, "_commit_hash", None)
     datasets = [name for name in (options.prompts or []) + (options.data or []) if is_hub_id(name)]
-    draft.config.model_card = {"license": options.license, "datasets": datasets or None}
+    draft.config.model_card = {
+        "license": options.license,
+        "datasets": datasets or None,
+        "thinking": options.thinking,
+    }
     model = draft if options.lora_rank is None else with_adapters(draft, options.lora_rank)
 
     print(describe(draft, model, documents, held_out), flush=True)
@@ -145,6 +156,7 @@ def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, t
     if not rows:
         raise ValueError(f"--prompts {' '.join(options.prompts)} holds no row: there is nothing to answer")
     more = {"max_new_tokens": options.answer_new_tokens, "temperature": options.answer_temperature}
+    more |= options.template_options
 
     def answer(missing):
         if options.server is None:
@@ -154,17 +166,23 @@ def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, t
         return answer_by_server(missing, client, name, concurrency=options.answer_batch, **more)
 
     with tqdm(total=len(rows), desc="answers", unit="row") as bar:
-        regenerate(rows, path, answer, bar.update)
+        regenerate(rows, path, answer, bar.update, **options.template_options)
 
 
-def read_documents(source: str, tokenizer: Any, max_length: int) -> list[Document]:
+def read_documents(source: str, tokenizer: Any, max_length: int, **template_options) -> list[Document]:
     """The documents of a source, cut to `max_length` tokens; those that hold nothing to learn are left out, and told.
+
+    Args:
+        source: see `read_rows`.
+        tokenizer: the target's.
+        max_length: in tokens.
+        **template_options: for its chat template.
 
     Raises:
         ValueError: a row is of none of the known forms, or nothing is left.
     """
     rows = [row for row in read_rows(source) if "response" not in row or row["response"]]
-    documents = [encode(row, tokenizer).cut(max_length) for row in rows]
+    documents = [encode(row, tokenizer, **template_options).cut(max_length) for row in rows]
     kept = [document for document in documents if trainable(document)]
     if not kept:
         raise ValueError(f"{source} holds no response of two tokens or more: there is nothing to learn from")

@@ -44,9 +44,10 @@ def end_tokens(model: PreTrainedModel) -> set[int | None]:
     return set(ends if isinstance(ends, list) else [ends])
 
 
-def mark(row: dict[str, Any]) -> str:
-    """A short text that tells a row's prompt from others."""
-    return hashlib.sha256(json.dumps(prompt_messages(row)).encode()).hexdigest()[:12]
+def mark(row: dict[str, Any], template_options: dict[str, Any] | None = None) -> str:
+    """A short text that tells a row's prompt, and what the chat template is told besides, from others."""
+    asked = [prompt_messages(row), template_options] if template_options else prompt_messages(row)
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:12]
 
 
 class ResponseFile:
@@ -86,6 +87,7 @@ def regenerate(
     path: str | os.PathLike,
     answer: Callable[[list[tuple[int, dict[str, Any]]]], Iterator[list[dict[str, Any]]]],
     progress: Callable[[int], None] | None = None,
+    **template_options,
 ) -> None:
     """Answer all rows that `path` does not hold yet.
 
@@ -95,12 +97,13 @@ def regenerate(
         answer: takes what is missing, as pairs of index and row, and gives lists of answered rows:
             `answer_in_process` or `answer_by_server`, with their first arguments filled in.
         progress: called with the number of rows that were just finished.
+        **template_options: that `answer` gives the chat template, such as `enable_thinking`.
 
     Raises:
         ValueError: the file holds answers to other prompts.
     """
     file = ResponseFile(path)
-    marks = [mark(row) for row in rows]
+    marks = [mark(row, template_options) for row in rows]
     for index, found in file.done.items():
         if index >= len(rows) or found != marks[index]:
             raise ValueError(
@@ -162,6 +165,7 @@ def answer_by_server(
     concurrency: int,
     max_new_tokens: int,
     temperature: float = 0.0,
+    **template_options,
 ) -> Iterator[list[dict[str, Any]]]:
     """Answer by an OpenAI-compatible server (vLLM, SGLang, llama.cpp), many at a time; rows hold `messages`.
 
@@ -171,7 +175,13 @@ def answer_by_server(
 
     def ask(index: int, row: dict[str, Any]) -> dict[str, Any]:
         messages = prompt_messages(row)
-        reply = client.chat_completion(messages, model=model, max_tokens=max_new_tokens, temperature=temperature)
+        reply = client.chat_completion(
+            messages,
+            model=model,
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            extra_body={"chat_template_kwargs": template_options} if template_options else None,
+        )
         content = reply.choices[0].message.content
         return {"index": index, "messages": [*messages, {"role": "assistant", "content": content}]}
 

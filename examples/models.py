@@ -39,9 +39,11 @@ def find(options: Namespace) -> tuple[str, str, dict[str, str]]:
     return str(file.parent), str(DRAFT), {"gguf_file": file.name}
 
 
-def load(options: Namespace, dtype: torch.dtype | str = torch.bfloat16) -> tuple[Any, Any, Any]:
+def load(options: Namespace, dtype: torch.dtype | str = "auto") -> tuple[Any, Any, Any]:
     """The target, its tokenizer and its draft, on the accelerator if there is one."""
     name, draft_name, more = find(options)
+    if more and dtype == "auto":  # its file holds quantised weights, which are unpacked
+        dtype = torch.bfloat16
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **more)
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **more).to(device)

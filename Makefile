@@ -53,7 +53,7 @@ endef
 .venv-docs/.docs: $(SOURCES) constraints.txt
 	@echo "installing mkdocs into .venv-docs"
 	@$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python -m pip install -qq -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@.venv-docs/bin/python -m pip install -qq -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 demo: .venv/.demo

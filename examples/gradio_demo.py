@@ -12,7 +12,9 @@ import gradio as gr
 from models import load, options_for
 from transformers import TextIteratorStreamer
 
-QUESTION = "A box holds 12 eggs. A farmer fills 10 boxes and has 5 eggs left over. How many eggs did the farmer collect?"
+QUESTION = (
+    "A box holds 12 eggs. A farmer fills 10 boxes and has 5 eggs left over. How many eggs did the farmer collect?"
+)
 COLOURS = ("#2e9e6b59", "#3b7dd859")  # of rounds, in turn
 STYLE = ".answer { white-space: pre-wrap; line-height: 1.7; min-height: 8em; } .answer mark { color: inherit; }"
 

@@ -2,7 +2,8 @@
 
     python examples/multimodal.py --target Qwen/Qwen3-VL-4B-Instruct --draft my-draft --image chart.png
 
-The image's tokens are context for the draft like any others. It needs Pillow, and what the target's processor asks for.
+The image's tokens are context for the draft like any others. It needs Pillow, and what the target's processor asks
+for.
 """
 
 import torch

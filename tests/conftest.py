@@ -117,7 +117,7 @@ def make_draft(target, seed: int = 1, **overrides) -> DFlashDraftModel:
 
 
 def save_tiny_target(folder: Path):
-    """Save a tiny target whose tokens are letters, with its tokenizer, so that programs can load it; gives the target."""
+    """A tiny target whose tokens are letters, saved with its tokenizer for programs to load."""
     letters = ["<pad>", "<s>", *"abcdefghijklmnopqrstuvwxyz ?."]
     vocabulary = {letter: place for place, letter in enumerate(letters)} | {"<mask>": MASK}
     assert len(vocabulary) == VOCAB

@@ -17,8 +17,8 @@ from conftest import REPO, make_draft, save_tiny_target
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from test_multimodal import target_of
 from test_multimodal import draft_of as draft_for_images
+from test_multimodal import target_of
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.slow

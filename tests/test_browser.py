@@ -63,7 +63,7 @@ def requested(browser) -> list[str]:
     """The addresses that pages have asked for, Chromium's own aside."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
-    return [one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome:")]
+    return [one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome")]
 
 
 def errors(browser) -> list[str]:

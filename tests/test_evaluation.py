@@ -14,10 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MASK, REPO, VOCAB, make_draft, make_target
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from conftest import REPO, make_draft, save_tiny_target
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import transformers_dflash.cli as cli
@@ -149,18 +146,7 @@ def test_the_snippet_of_the_documentation_runs(capsys):
 def models(tmp_path_factory) -> list[str]:
     """The options that name a tiny target, whose tokens are letters, and two drafts."""
     folder = tmp_path_factory.mktemp("models")
-    letters = ["<pad>", "<s>", *"abcdefghijklmnopqrstuvwxyz ?."]
-    vocabulary = {letter: place for place, letter in enumerate(letters)} | {"<mask>": MASK}
-    assert len(vocabulary) == VOCAB
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="."))
-    tokenizer.pre_tokenizer = Split("", "isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>")
-    fast.chat_template = (
-        "{% for message in messages %}{{ message.content }}{% endfor %}?{{ enable_thinking | default('') }}"
-    )
-    target = make_target("llama")
-    target.save_pretrained(folder / "target")
-    fast.save_pretrained(folder / "target")
+    target = save_tiny_target(folder / "target")
     for name, seed in (("first", 2), ("second", 1)):  # the second one guesses better
         make_draft(target, seed).save_pretrained(folder / name)
     names = [f"--draft={folder / name}" for name in ("first", "second")]

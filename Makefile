@@ -49,7 +49,7 @@ endef
 	$(call environment,.venv-browser,constraints.txt,$(comma)demo-ui$(comma)browser$(comma)test)
 	@touch $@
 
-# Not from the extra docs, which would bring torch: the pages are made from the source alone.
+# The package is not installed, which would bring torch: the pages are made from its source.
 .venv-docs/.docs: $(SOURCES) constraints.txt
 	@echo "installing mkdocs into .venv-docs"
 	@$(PYTHON) -m venv .venv-docs

@@ -74,7 +74,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.max_candidates = min(self.max_candidates, options.num_assistant_tokens)
         self.confidence_threshold = options.assistant_confidence_threshold
         self.tree_budget = getattr(options, "tree_budget", None)  # an option that GenerationConfig does not know
-        if self.tree_budget is not None and (not isinstance(self.tree_budget, int) or self.tree_budget < 1):
+        if self.tree_budget is not None and (type(self.tree_budget) is not int or self.tree_budget < 1):
             raise ValueError(
                 f"tree_budget {self.tree_budget!r} of the draft's generation_config is no number of nodes: set a "
                 "positive integer, or None for chains"

@@ -159,6 +159,18 @@ def test_a_draft_with_an_embedding_of_its_own_uses_it(target, tmp_path, own_head
     assert draft.get_input_embeddings() is draft.embed_tokens
 
 
+@pytest.mark.parametrize("budget", [None, 8], ids=["chains", "trees"])
+@pytest.mark.parametrize("option", ["suppress_tokens", "bad_words_ids"])
+def test_a_draft_all_of_whose_tokens_are_forbidden_only_guesses_wrong(target, option, budget):
+    draft = make_draft(target, draft_vocab_size=2)
+    draft.d2t.copy_(torch.tensor([3, 3]))  # target ids 3 and 4
+    draft.generation_config.tree_budget = budget
+    forbidden = {option: [3, 4] if option == "suppress_tokens" else [[3], [4]]}
+    out = target.generate(prompt(7), assistant_model=draft, do_sample=True, max_new_tokens=9, **forbidden)
+    assert {3, 4}.isdisjoint(out[0, 7:].tolist())
+    assert out.shape == (1, 16)
+
+
 def num_hooks(target) -> int:
     return sum(len(module._forward_hooks) for module in target.modules())
 

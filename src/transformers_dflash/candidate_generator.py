@@ -74,7 +74,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.max_candidates = min(self.max_candidates, options.num_assistant_tokens)
         self.confidence_threshold = options.assistant_confidence_threshold
         self.tree_budget = getattr(options, "tree_budget", None)  # an option that GenerationConfig does not know
-        if self.tree_budget is not None and (not isinstance(self.tree_budget, int) or self.tree_budget < 1):
+        if self.tree_budget is not None and (type(self.tree_budget) is not int or self.tree_budget < 1):
             raise ValueError(
                 f"tree_budget {self.tree_budget!r} of the draft's generation_config is no number of nodes: set a "
                 "positive integer, or None for chains"
@@ -328,7 +328,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
 
     def _pick(self, scores: torch.Tensor) -> torch.Tensor:
         """One token per row of `(rows, V)`, drawn or the best: `(rows, 1)`."""
-        return torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
+        if not self.do_sample:
+            return scores.argmax(-1, keepdim=True)
+        # Where processors forbid all tokens that a draft can write, any will do: it has no law, and is refused.
+        return torch.multinomial(scores.softmax(-1).nan_to_num(nan=1.0), 1)
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: a block costs one pass whatever its length."""

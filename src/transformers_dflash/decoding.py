@@ -393,7 +393,6 @@ def dflash_decoding(
                 candidates, draft_logits = generator.draft_rows([row.ids for row in active], longest)
             else:
                 candidates, draft_logits = input_ids.new_tensor([tree.tokens]), None
-                tree = tree or None  # without a node it is a chain without a candidate
             k = candidates.shape[1]
             drafted = time.perf_counter()
 
@@ -406,7 +405,7 @@ def dflash_decoding(
                     f"{type(model).__name__} takes positions from its cache's length, which rows of a batch do not "
                     "share with a DFlash draft: call generate once per sequence"
                 )
-            if tree is not None:
+            if tree:  # without a node it is a single step, with inputs of its own
                 inputs = tree_inputs(model, cache, tree, cached_length, inputs)
             with generator.observing(), rollback.recording():  # a processor may call the target after this
                 outputs = model(**inputs, return_dict=True)

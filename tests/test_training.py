@@ -21,6 +21,7 @@ from transformers_dflash.training import (
     FeatureStore,
     Objective,
     TargetFeatures,
+    chat_ids,
     encode,
     read_rows,
 )
@@ -34,7 +35,6 @@ from transformers_dflash.training.blocks import (
     sample_anchors,
 )
 from transformers_dflash.training.command import unused_token, with_adapters
-from transformers_dflash.training.data import chat_ids
 from transformers_dflash.training.objective import decay_weights, default_gamma, dpace_weights
 from transformers_dflash.training.trainer import collate
 

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..modeling_dflash import DFlashDraftModel
-from ..training.data import append_rows, chat_ids, whole_lines
+from ..rows import append_rows, chat_ids, whole_lines
 from .measures import first_difference
 from .page import render_html
 from .prompts import digest, read_prompts

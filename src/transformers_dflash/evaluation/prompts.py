@@ -8,8 +8,7 @@ from typing import Any
 
 from huggingface_hub.errors import HTTPError
 
-from ..training.data import read_rows
-from ..training.regenerate import prompt_messages
+from ..rows import prompt_messages, read_rows
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")

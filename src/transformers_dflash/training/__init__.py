@@ -1,6 +1,7 @@
 """Training of drafts: data, the target's features, the objective, and a `Trainer`."""
 
-from .data import Document, chat_ids, encode, read_rows
+from ..rows import chat_ids, read_rows
+from .data import Document, encode
 from .features import FeatureStore, TargetFeatures
 from .objective import Objective
 from .trainer import BlockDataset, DFlashTrainer, DFlashTrainingArguments

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from ..configuration_dflash import DFlashDraftConfig, default_target_layer_ids
 from ..hub.card import is_hub_id
 from ..modeling_dflash import DFlashDraftModel
+from ..rows import read_rows
 from ..target import Target
-from .data import Document, encode, read_rows
+from .data import Document, encode
 from .features import FeatureStore, bytes_per_token
 from .regenerate import answer_by_server, answer_in_process, end_tokens, regenerate
 from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, trainable

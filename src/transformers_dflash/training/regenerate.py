@@ -16,26 +16,7 @@ import torch
 from huggingface_hub import InferenceClient
 from transformers import PreTrainedModel
 
-from .data import append_rows, chat_ids, whole_lines
-
-
-def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chat that a row asks the target to answer: its `messages` up to the last one of the user, or its `prompt`.
-
-    Raises:
-        ValueError: the row holds neither.
-    """
-    if "messages" in row:
-        messages = list(row["messages"])
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if messages:
-            return messages
-    elif isinstance(row.get("prompt"), str) and row["prompt"]:
-        return [{"role": "user", "content": row["prompt"]}]
-    raise ValueError(
-        f"a row needs `messages` with a user's turn, or a `prompt` that is not empty; it has {sorted(row)}"
-    )
+from ..rows import append_rows, chat_ids, prompt_messages, whole_lines
 
 
 def end_tokens(model: PreTrainedModel) -> set[int | None]:
@@ -214,6 +195,5 @@ __all__ = [
     "answer_in_process",
     "end_tokens",
     "mark",
-    "prompt_messages",
     "regenerate",
 ]

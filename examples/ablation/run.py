@@ -8,7 +8,8 @@ other arms change how many target layers are tapped, and how many layers the dra
     python examples/ablation/run.py --target NAME --data answers.jsonl --mask-token-id ID --output ablation
 
 `answers.jsonl` holds the target's own answers, as `transformers-dflash train` writes them. Arms that `results.csv` has
-already are not trained again, so that a run that was cut goes on.
+already are not trained again, so that a run that was cut goes on. The table on stdout and `results.png` show means over
+the seeds with their standard deviations; the picture needs matplotlib.
 """
 
 import argparse
@@ -91,11 +92,14 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128, help="the most tokens of a held-out answer")
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of target and arithmetic"
+    )
     options = parser.parse_args()
 
     gguf = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **gguf)
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16, **gguf).eval()
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype, **gguf).eval()
     mask = options.mask_token_id
     documents = [one for one in read_documents(options.data, tokenizer, 2048) if mask not in one.ids]
     documents, held_out = documents[: options.documents], documents[-16:]
@@ -120,7 +124,7 @@ def main() -> None:
                 learning_rate=options.learning_rate,
                 lr_scheduler_type="cosine",
                 warmup_steps=options.steps // 20,
-                bf16=True,
+                bf16=options.dtype == "bfloat16",
                 use_cpu=not torch.accelerator.is_available(),
                 seed=seed,
                 save_strategy="no",
@@ -136,7 +140,7 @@ def main() -> None:
             metrics = trainer.evaluate()
             row = {"arm": arm, "seed": seed, "parameters": size(config), "training_seconds": round(seconds, 1)}
             row["feature_bytes_per_token"] = 2 * len(config.target_layer_ids) * config.target_hidden_size
-            row["draft_milliseconds"] = round(1000 * latency(draft.to(torch.bfloat16)), 2)
+            row["draft_milliseconds"] = round(1000 * latency(draft.to(target.dtype)), 2)
             row["acceptance_length"] = round(metrics["eval_acceptance_length"], 4)
             for place in range(1, config.num_candidates + 1):
                 row[f"accuracy_{place}"] = round(metrics[f"eval_accuracy_{place}"], 4)
@@ -148,24 +152,47 @@ def main() -> None:
                 writer.writerows(rows)
             part.rename(results)
     print(table(rows))
+    plot(rows, options.output / "results.png")
+
+
+def spread(rows: list[dict], name: str) -> tuple[float, float]:
+    """Mean and standard deviation of a column; a single row has no deviation."""
+    values = [float(row[name]) for row in rows]
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
+
+
+def by_arm(rows: list[dict]) -> dict[str, list[dict]]:
+    return {arm: [row for row in rows if row["arm"] == arm] for arm in dict.fromkeys(row["arm"] for row in rows)}
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Acceptance length of every arm, and how often each place is right."""
+    from matplotlib import pyplot
+
+    arms = by_arm(rows)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.5 * len(arms) + 2.5), layout="constrained")
+    for place, (arm, own) in enumerate(arms.items()):
+        mean, deviation = spread(own, "acceptance_length")
+        left.errorbar(mean, -place, xerr=deviation, fmt="o", capsize=4)
+        names = [name for name in own[0] if name.startswith("accuracy_")]
+        means, deviations = zip(*(spread(own, name) for name in names), strict=True)
+        right.errorbar(range(1, len(names) + 1), means, yerr=deviations, marker="o", capsize=3, label=arm)
+    left.set(yticks=[-place for place in range(len(arms))], yticklabels=list(arms), xlabel="acceptance length τ")
+    right.set(xlabel="place in the block", ylabel="share of right first choices", ylim=(0, None))
+    right.legend()
+    figure.savefig(path, dpi=120)
 
 
 def table(rows: list[dict]) -> str:
     """Mean and spread over seeds of every arm, as Markdown."""
     lines = ["| arm | seeds | parameters | τ | accuracy, place 1 | bytes a token | draft ms | training s |"]
     lines.append("|" + "---|" * 8)
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        own = [row for row in rows if row["arm"] == arm]
-
-        def spread(name: str, own=own) -> str:
-            values = [float(row[name]) for row in own]
-            deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
-            return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
-
+    for arm, own in by_arm(rows).items():
         first = own[0]
-        cells = [arm, len(own), f"{int(first['parameters']) / 1e6:.1f} M", spread("acceptance_length")]
-        cells += [spread("accuracy_1"), first["feature_bytes_per_token"], first["draft_milliseconds"]]
-        cells.append(f"{statistics.mean(float(row['training_seconds']) for row in own):.0f}")
+        cells = [arm, len(own), f"{int(first['parameters']) / 1e6:.1f} M"]
+        cells += ["{:.3f} ± {:.3f}".format(*spread(own, name)) for name in ("acceptance_length", "accuracy_1")]
+        cells += [first["feature_bytes_per_token"], first["draft_milliseconds"]]
+        cells.append(f"{spread(own, 'training_seconds')[0]:.0f}")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

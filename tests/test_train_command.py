@@ -205,6 +205,7 @@ def test_the_ablation_compares_arms_and_goes_on(target_folder, answers, tmp_path
     assert "train_loss" in done.stdout
     assert done.stdout.count("train_loss") == 1  # the others were there already
     assert "| aligned-matched | 1 |" in done.stdout
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

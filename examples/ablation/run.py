@@ -8,8 +8,8 @@ other arms change how many target layers are tapped, and how many layers the dra
     python examples/ablation/run.py --target NAME --data answers.jsonl --mask-token-id ID --output ablation
 
 `answers.jsonl` holds the target's own answers, as `transformers-dflash train` writes them. Arms that `results.csv` has
-already are not trained again, so that a run that was cut goes on. The table on stdout and `results.png` show means over
-the seeds with their standard deviations; the picture needs matplotlib.
+already are not trained again, so that a run that was cut goes on. The table on stdout and `results.png` show means
+over the seeds with their standard deviations; the picture needs matplotlib.
 """
 
 import argparse

@@ -59,15 +59,17 @@ endef
 demo: .venv/.demo
 	.venv/bin/transformers-dflash generate --compare --tree-budget 12 --assistant-confidence-threshold 0.02 < /dev/null
 
-# The tests run on two processes of one thread each.
+# The tests run on two processes of one thread each. What needs other environments has targets of its own.
+QUICK := not slow and not real and not peers and not browser
+SELECT := not peers and not browser
 test: .venv/.dev
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 2 -m "$(SELECT)"
 
 test-quick: .venv/.dev
-	.venv/bin/python -m pytest -n 2 -m "not slow and not real and not peers"
+	.venv/bin/python -m pytest -n 2 -m "$(QUICK)"
 
 test-floor: .venv-floor/.test
-	.venv-floor/bin/python -m pytest -n 2
+	.venv-floor/bin/python -m pytest -n 2 -m "$(SELECT)"
 
 test-versions: test test-floor
 

@@ -107,6 +107,7 @@ QUANTISED = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("library", QUANTISED)
 def test_quantised_targets_and_drafts_give_the_targets_output(tmp_path, library):
     pytest.importorskip(library.split()[0])

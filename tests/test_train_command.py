@@ -18,6 +18,7 @@ from conftest import REPO
 from huggingface_hub import InferenceClient
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from transformers_dflash import DFlashDraftConfig, DFlashDraftModel
 from transformers_dflash.training.command import answer_prompts, parse_options, read_documents, train_command
 from transformers_dflash.training.regenerate import ResponseFile, answer_by_server, answer_in_process, mark, regenerate
 
@@ -157,19 +158,14 @@ def test_two_processes_give_the_losses_of_one_whole_or_sharded(target_folder, an
 
 @pytest.mark.slow
 def test_what_cannot_be_sharded_is_refused(target_folder, answers, tmp_path):
-    made = train(
-        "--target", target_folder, "--data", answers, "--output_dir", tmp_path, "--max_steps", 1, *NEW_DRAFT, *QUIET
-    )
-    assert made.returncode == 0, made.stderr
+    config = AutoModelForCausalLM.from_pretrained(target_folder).config
+    shape = {"num_hidden_layers": 2, "target_layer_ids": [1, 3], "block_size": 6, "own_embedding": True}
+    DFlashDraftModel(DFlashDraftConfig.from_target(config, 16, **shape)).save_pretrained(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29612"]
     command += [REPO / "tests" / "fsdp_on_cpu.py", "train", "--target", target_folder, "--data", answers]
-    command += ["--draft", tmp_path, "--lora_rank", 2, "--output_dir", tmp_path / "adapters", "--fsdp", "full_shard"]
+    command += ["--draft", tmp_path, "--output_dir", tmp_path / "adapted", "--fsdp", "full_shard", *QUIET]
     done = subprocess.run(
-        [*map(str, command), *QUIET, "--ddp_backend", "gloo"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
+        [*map(str, command), "--ddp_backend", "gloo"], capture_output=True, text=True, timeout=300, env=ENVIRONMENT
     )
     assert done.returncode != 0
     assert "train without --fsdp" in done.stderr

@@ -280,7 +280,7 @@ def test_rope_that_changes_with_length_gives_plain_output(rope):
         assert torch.equal(plain(target, ids, max_new_tokens=40, assistant_model=draft), answer)
 
 
-@pytest.mark.skipif(CACHE != "cache", reason="older Transformers give Phi-3 its last token alone then: wrong by itself")
+@pytest.mark.skipif(CACHE != "cache", reason="older Transformers give Phi-3 its last token alone: wrong by itself")
 @pytest.mark.parametrize("budget", [None, 12], ids=["chains", "trees"])
 @pytest.mark.parametrize("padding", [0, 4])
 def test_a_target_that_reads_everything_anew_gives_plain_output(padding, budget):

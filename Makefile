@@ -6,7 +6,7 @@ comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-quick test-floor test-versions test-peers test-browser docs lint format clean
+.PHONY: help demo test test-quick test-floor test-floor-quick test-versions test-peers test-browser docs lint format clean
 
 help:
 	@echo "make demo           a small model's answer with its draft, beside plain generate"
@@ -60,16 +60,19 @@ demo: .venv/.demo
 	.venv/bin/transformers-dflash generate --compare --tree-budget 12 --assistant-confidence-threshold 0.02 < /dev/null
 
 # The tests run on two processes of one thread each. What needs other environments has targets of its own.
-QUICK := not slow and not real and not peers and not browser
-SELECT := not peers and not browser
+ALL := not peers and not browser
+QUICK := $(ALL) and not slow and not real
 test: .venv/.dev
-	.venv/bin/python -m pytest -n 2 -m "$(SELECT)"
+	.venv/bin/python -m pytest -n 2 -m "$(ALL)"
 
 test-quick: .venv/.dev
 	.venv/bin/python -m pytest -n 2 -m "$(QUICK)"
 
 test-floor: .venv-floor/.test
-	.venv-floor/bin/python -m pytest -n 2 -m "$(SELECT)"
+	.venv-floor/bin/python -m pytest -n 2 -m "$(ALL)"
+
+test-floor-quick: .venv-floor/.test
+	.venv-floor/bin/python -m pytest -n 2 -m "$(QUICK)"
 
 test-versions: test test-floor
 

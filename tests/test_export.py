@@ -200,6 +200,7 @@ CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 8}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 BOTH = {
     "layer-aligned": ({"context_injection": "layer_aligned"}, "context_injection 'layer_aligned'"),
+    "normed taps": ({"tap_norm": True}, "tap_norm True would become False"),
     "only full causal": (MIXED | {"causal_layer_types": ["full_attention"]}, "causal_layer_types ['full_attention']"),
     "taps of another width": ({"target_hidden_size": 48}, "target_hidden_size 48 would become 32"),
     "half of DFlash 2": (CONVOLUTIONS, "conv_kernel_size and conv_group_size alone"),

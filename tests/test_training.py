@@ -93,6 +93,7 @@ def hidden_of_blocks(draft, target, ids, anchors, **changes):
 SHAPES = {
     "fused": {},
     "layer-aligned": {"context_injection": "layer_aligned"},
+    "normed taps": {"tap_norm": True},
     "causal in the block": {"causal_layer_types": ["sliding_attention"]},
     "narrow window": {"sliding_window": 4},
     "dflash 2": DFLASH2,
@@ -523,7 +524,7 @@ def test_batches_are_padded_on_the_right():
 
 def test_adapters_are_trained_saved_loaded_and_decode(target, tmp_path):
     documents = answers(target, 6)
-    draft = make_draft(target)
+    draft = make_draft(target, tap_norm=True)
     draft.save_pretrained(tmp_path / "base")
     adapted = with_adapters(draft, 4)
     before = {name: weight.clone() for name, weight in adapted.named_parameters()}
@@ -537,7 +538,7 @@ def test_adapters_are_trained_saved_loaded_and_decode(target, tmp_path):
     moved = {name for name, weight in adapted.named_parameters() if not torch.equal(weight, before[name])}
     assert all(("lora_" in name) or ("modules_to_save" in name) for name in moved)
     assert any("lora_A" in name for name in moved)
-    assert any("fc.modules_to_save" in name for name in moved)
+    assert all(any(f"{part}.modules_to_save" in name for name in moved) for part in ("fc", "tap_norm"))
 
     adapted.save_pretrained(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(AutoModel.from_pretrained(tmp_path / "base"), tmp_path / "adapter")

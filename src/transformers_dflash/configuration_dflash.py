@@ -67,6 +67,7 @@ class DFlashDraftConfig(PreTrainedConfig):
         num_target_layers (`int`, *optional*): decoder layers of the target, to check the taps against.
         context_injection (`str`): `"fused"`: all taps are concatenated, projected by `fc`, normed, and become keys and
             values of every draft layer. `"layer_aligned"`: tap `i` goes as it is to draft layer `i`, no projection.
+        tap_norm (`bool`): every tap is normed, with a weight of its own, before it is projected or handed on.
         sample_from_anchor (`bool`): slot `k` predicts token anchor + k + 1 (so that a block of B gives B candidates)
             instead of anchor + k (B - 1 candidates).
 
@@ -120,6 +121,7 @@ class DFlashDraftConfig(PreTrainedConfig):
     target_hidden_size: int | None = None
     num_target_layers: int | None = None
     context_injection: str = "fused"
+    tap_norm: bool = False
     sample_from_anchor: bool = False
 
     hidden_size: int = 4096

@@ -226,6 +226,20 @@ class DFlashDecoderLayer(GradientCheckpointingLayer):
         )
 
 
+class TapRMSNorm(nn.Module):
+    """RMS norm of each tap of `(b, n, taps * H_target)` by itself, with a weight of its own."""
+
+    def __init__(self, num_taps: int, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_taps, width))
+        self.eps = eps
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        taps = features.unflatten(-1, self.weight.shape).float()  # (b, n, taps, H_target)
+        normed = nn.functional.rms_norm(taps, taps.shape[-1:], eps=self.eps).to(features.dtype)
+        return (self.weight * normed).flatten(2)
+
+
 class DFlashPreTrainedModel(PreTrainedModel):
     config_class = DFlashDraftConfig
     base_model_prefix = ""
@@ -273,6 +287,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             features = len(config.target_layer_ids) * config.target_hidden_size
             self.fc = nn.Linear(features, config.hidden_size, bias=False)
             self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.tap_norm:
+            self.tap_norm = TapRMSNorm(len(config.target_layer_ids), config.target_hidden_size, config.rms_norm_eps)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         if config.own_embedding:
@@ -347,6 +363,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def _layer_contexts(self, features: torch.Tensor) -> list[torch.Tensor]:
         """What is injected into each layer, `(b, n, H)` each, from features `(b, n, taps * H_target)`."""
+        if self.config.tap_norm:
+            features = self.tap_norm(features)
         if self.config.context_injection == "fused":
             return [self.hidden_norm(self.fc(features))] * len(self.layers)
         return list(features.split(self.config.target_hidden_size, dim=-1))

@@ -120,6 +120,10 @@ class ReferenceDraft:
 
     def context_of_layer(self, layer: int, features: torch.Tensor) -> torch.Tensor:
         """What is injected into a layer: the fused vector, or the layer's own tap, `(n, H)`."""
+        if self.config.tap_norm:
+            taps = features.split(self.config.target_hidden_size, dim=1)
+            weights = self.weights["tap_norm.weight"]
+            features = torch.cat([self.rms_norm(tap, own) for tap, own in zip(taps, weights, strict=True)], dim=1)
         if self.config.context_injection == "layer_aligned":
             width = self.config.hidden_size
             return features[:, layer * width : (layer + 1) * width]
@@ -175,6 +179,7 @@ class ReferenceDraft:
         return result if bias is None else result + bias
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return (
-            x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps) * self.weights[f"{name}.weight"]
-        )
+        return self.rms_norm(x, self.weights[f"{name}.weight"])
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps) * weight

@@ -58,6 +58,7 @@ class TrainOptions:
     num_taps: int = _option("target layers that a new draft reads", 5)
     taps: list[int] | None = _option("which ones; by default spread evenly")
     context_injection: str = _option("fused or layer_aligned, for a new draft", "fused")
+    tap_norm: bool = _option("norm every tap of a new draft before it is injected", False)
     mask_token_id: int | None = _option("embedding row that no text uses; by default one is looked for")
     save_dtype: str = _option("dtype of the finished draft", "bfloat16")
     license: str | None = _option("licence of the draft, for its model card")
@@ -200,7 +201,7 @@ def new_draft(
     """An untrained draft for the target."""
     mask = options.mask_token_id
     fields: dict[str, Any] = {"num_hidden_layers": options.num_layers, "block_size": options.block_size}
-    fields["context_injection"] = options.context_injection
+    fields |= {"context_injection": options.context_injection, "tap_norm": options.tap_norm}
     if options.taps is not None:
         fields["target_layer_ids"] = options.taps
     elif options.context_injection == "fused":
@@ -235,7 +236,16 @@ def with_adapters(draft: DFlashDraftModel, rank: int) -> Any:
     from peft import LoraConfig, get_peft_model  # an extra
 
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    whole = ["fc", "hidden_norm", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"]
+    whole = [
+        "fc",
+        "hidden_norm",
+        "tap_norm",
+        "norm",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "q_norm",
+        "k_norm",
+    ]
     whole += ["attention_conv", "mlp_conv", "candidate_selector", "lm_head"]
     names = {name.rpartition(".")[2] for name, _ in draft.named_modules()}
     return get_peft_model(

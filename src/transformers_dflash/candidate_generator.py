@@ -4,16 +4,20 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache import ContextCache, right_aligned
+from .costs import MOST_ROWS, RoundCosts
 from .modeling_dflash import DFlashDraftModel
 from .processors import all_row_wise, for_draft, process_rows
 from .target import TapRecorder, Target, block_embeds, draft_logits
 from .tree import DraftTree, best_first_tree
+
+AUTO = "auto"  # of a threshold or tree budget: as much as is worth its cost on this machine
 
 
 @dataclass
@@ -31,6 +35,26 @@ class DraftContext:
     features: torch.Tensor
     target_length: int
     next_position: int
+
+
+def check_drafting_options(threshold: Any, tree_budget: Any) -> None:
+    """Refuse options of a draft's generation_config that mean nothing.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if threshold not in (None, AUTO) and not (
+        isinstance(threshold, int | float) and not isinstance(threshold, bool) and 0 <= threshold <= 1
+    ):
+        raise ValueError(
+            f"assistant_confidence_threshold {threshold!r} of the draft's generation_config is no probability: set a "
+            f"number from 0 to 1, {AUTO!r}, or None for whole blocks"
+        )
+    if tree_budget not in (None, AUTO) and (type(tree_budget) is not int or tree_budget < 1):
+        raise ValueError(
+            f"tree_budget {tree_budget!r} of the draft's generation_config is no number of nodes: set a positive "
+            f"integer, {AUTO!r}, or None for chains"
+        )
 
 
 class DFlashCandidateGenerator(CandidateGenerator):
@@ -74,11 +98,15 @@ class DFlashCandidateGenerator(CandidateGenerator):
             self.max_candidates = min(self.max_candidates, options.num_assistant_tokens)
         self.confidence_threshold = options.assistant_confidence_threshold
         self.tree_budget = getattr(options, "tree_budget", None)  # an option that GenerationConfig does not know
-        if self.tree_budget is not None and (type(self.tree_budget) is not int or self.tree_budget < 1):
-            raise ValueError(
-                f"tree_budget {self.tree_budget!r} of the draft's generation_config is no number of nodes: set a "
-                "positive integer, or None for chains"
-            )
+        check_drafting_options(self.confidence_threshold, self.tree_budget)
+        self.costs = None
+        if AUTO in (self.confidence_threshold, self.tree_budget):
+            if model.tp_size is not None and model.tp_size > 1:
+                raise ValueError(
+                    'assistant_confidence_threshold or tree_budget is "auto", and each process of a tensor-parallel '
+                    "target would go by a clock of its own: set numbers"
+                )
+            self.costs = RoundCosts.of(self.target, draft)
         self.max_length = generation_config.max_length
 
         self.cache = draft.make_cache() if context is None else context.cache
@@ -226,10 +254,10 @@ class DFlashCandidateGenerator(CandidateGenerator):
                 tokens = self._pick(law).T  # (1, k)
             chosen.append(tokens)
             scores.append(law)
-        if self.confidence_threshold is not None:
+        if self.confidence_threshold is not None or self.costs is not None:
             # The confidence of the law, not of the token drawn from it: a choice by the token would bend the output.
             confidence = torch.stack(scores).softmax(-1).amax(-1).cumprod(1)  # (b, k)
-            k = int((confidence >= self.confidence_threshold).sum(1).max())
+            k = self._worthwhile(confidence)
         candidates = torch.cat(chosen)[:, :k]
         return candidates, [law[:k] for law in scores] if self.do_sample else None
 
@@ -245,11 +273,22 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return DraftTree()
         logits = self._logits(self._draft(ids[:, -1:], k))[0].to(ids.device, torch.float32)  # (k, V)
         law = process_rows(self.logits_processors[0], ids[:, -1:], logits).log_softmax(-1)
-        budget = self.tree_budget if max_candidates is None else min(self.tree_budget, max_candidates)
+        budget = MOST_ROWS if self.tree_budget == AUTO else self.tree_budget
+        budget = budget if max_candidates is None else min(budget, max_candidates)
         best = law.topk(min(budget, law.shape[1]))  # (k, m)
-        threshold = self.confidence_threshold or 0.0
+        threshold = 0.0 if self.confidence_threshold in (None, AUTO) else self.confidence_threshold
         least = math.log(threshold) if threshold > 0 else -math.inf
-        return best_first_tree(best.values.tolist(), best.indices.tolist(), budget, least)
+        tree = best_first_tree(best.values.tolist(), best.indices.tolist(), budget, least)
+        return tree if self.costs is None else tree.first(self.costs.best_count(tree.probabilities))
+
+    def _worthwhile(self, confidence: torch.Tensor) -> int:
+        """Where to cut the rows' chains, by the product `(b, k)` of the confidences up to each place."""
+        count = confidence.shape[1]
+        if self.confidence_threshold not in (None, AUTO):
+            count = int((confidence >= self.confidence_threshold).sum(1).max())
+        if self.costs is not None:
+            count = min(count, self.costs.best_count(confidence.sum(0).tolist(), len(confidence)))
+        return count
 
     def _num_candidates(self, rows: list[torch.Tensor], max_candidates: int | None) -> int:
         """The most candidates in a row that the draft, the budget of new tokens and the caller allow."""

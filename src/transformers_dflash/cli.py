@@ -26,6 +26,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
+from .candidate_generator import AUTO
 from .conversion.export import LAYOUTS as EXPORTED_LAYOUTS
 from .conversion.export import convert
 from .hub.command import add_parsers as add_hub_parsers
@@ -81,14 +82,30 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
     return convert
 
 
+def number_or_auto(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """As `number`, and the word auto."""
+    as_number = number(kind, low, high)
+
+    def convert(text: str) -> Any:
+        return text if text == AUTO else as_number(text)
+
+    convert.__name__ = f"{kind.__name__} or auto"
+    return convert
+
+
 def add_drafting_options(add: Callable[..., Any]) -> None:
     add("--num-assistant-tokens", type=number(int, 1), metavar="N", help="candidates in a row; default: the draft's")
-    add("--tree-budget", type=number(int, 1), metavar="N", help="verify trees of N candidates; default: the draft's")
+    add(
+        "--tree-budget",
+        type=number_or_auto(int, 1),
+        metavar="N",
+        help="verify trees of N candidates, or as many as pay (auto); default: the draft's",
+    )
     add(
         "--assistant-confidence-threshold",
-        type=number(float, 0, 1),
+        type=number_or_auto(float, 0, 1),
         metavar="P",
-        help="leave out candidates that the draft finds less likely; default: the draft's",
+        help="leave out candidates that the draft finds less likely, or that do not pay (auto); default: the draft's",
     )
 
 

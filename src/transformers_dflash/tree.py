@@ -35,14 +35,20 @@ class DraftTree:
         tokens: ids of the N nodes.
         parents: row of each node's parent.
         depths: 1 for those that follow the anchor.
+        probabilities: by the draft, of each node's prefix.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def first(self, count: int) -> "DraftTree":
+        """The tree of its first `count` nodes."""
+        return DraftTree(self.tokens[:count], self.parents[:count], self.depths[:count], self.probabilities[:count])
 
     def children(self) -> list[dict[int, int]]:
         """For every row, the rows of its children by their token."""
@@ -82,6 +88,7 @@ def best_first_tree(
         tree.tokens.append(token_ids[place][rank])
         tree.parents.append(parent)
         tree.depths.append(place + 1)
+        tree.probabilities.append(math.exp(-cost))
         reached.append(-cost)
         if rank + 1 < len(log_probs[place]):
             heapq.heappush(heap, (-(reached[parent] + log_probs[place][rank + 1]), parent, place, rank + 1))

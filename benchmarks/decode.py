@@ -18,11 +18,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import transformers_dflash
 from transformers_dflash.cli import find_example
-from transformers_dflash.target import TapRecorder, Target
+from transformers_dflash.costs import floor_seconds
+from transformers_dflash.target import Target
 
 HERE = Path(__file__).parent
 CHAIN = "transformers-dflash, chains"
@@ -49,39 +50,6 @@ def zlab_method(target, draft_folder: Path, new_tokens: int) -> Callable | None:
     eos = target.generation_config.eos_token_id
     stops = [eos] if isinstance(eos, int) else list(eos)
     return lambda ids: draft.spec_generate(target, ids, new_tokens, stops)
-
-
-def floor_seconds(target, draft, ids: torch.Tensor, tokens_per_round: int, repeats: int = 5) -> tuple[float, float]:
-    """Median seconds of the target's forward over a full block and of the draft's over its block, after `ids`."""
-    block_size = draft.config.block_size
-    view = Target(target)
-    taps = TapRecorder(
-        view.layers, draft.config.target_layer_ids, draft.config.target_hidden_size, draft.device, draft.dtype
-    )
-    cache = DynamicCache(config=target.config)
-    with taps.recording():
-        target(ids, past_key_values=cache, logits_to_keep=1)
-    features = taps.take()
-    taps.close()
-    block = torch.full((1, block_size), draft.config.mask_token_id)
-    embeds = target.get_input_embeddings()(block)
-    context = draft.make_cache()
-    position = ids.shape[1]
-    draft(embeds, features, torch.arange(position + block_size)[None], cache=context)
-    verify, propose = [], []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        target(block, past_key_values=cache, logits_to_keep=block_size)
-        verify.append(time.perf_counter() - start)
-        cache.crop(-block_size)
-        new = features[:, :tokens_per_round]
-        positions = torch.arange(position, position + tokens_per_round + block_size)[None]
-        start = time.perf_counter()
-        hidden = draft(embeds, new, positions, cache=context).last_hidden_state
-        view.head(hidden[:, 1:])
-        propose.append(time.perf_counter() - start)
-        position += tokens_per_round
-    return statistics.median(verify), statistics.median(propose)
 
 
 def main() -> None:
@@ -143,7 +111,7 @@ def main() -> None:
                 output = methods[name](ids)
                 speeds[name].append((output.shape[1] - ids.shape[1]) / (time.perf_counter() - start))
             middle = torch.cat([ids, ids[:, : arguments.new_tokens // 2]], dim=1)
-            floors.append(sum(floor_seconds(target, draft, middle, tokens_per_round=2)))
+            floors.append(sum(floor_seconds(Target(target), draft, middle, new_per_round=2)))
 
     plain = statistics.median(speeds["plain generate"])
     results = {
@@ -157,7 +125,7 @@ def main() -> None:
         }
         for name, values in speeds.items()
     }
-    chains = [(one.drafting_seconds + one.verifying_seconds) / one.rounds for one in seen[CHAIN]]
+    chains = [one.seconds_per_forward for one in seen[CHAIN]]
     per_round = statistics.median(chains)
     over_floor = statistics.median(seconds / floor for seconds, floor in zip(chains, floors, strict=True))
     for name, kept in seen.items():

@@ -108,6 +108,18 @@ def test_one_token_has_no_speed_and_json_stays_valid(real):
 
 
 @pytest.mark.real
+def test_a_profile_shows_the_parts_of_a_round_beside_the_bare_forwards(real):
+    command = [PROGRAM, "profile", *real, "--prompt", QUESTION, "--max-new-tokens", "8", "--tree-budget", "auto"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("8 tokens in ")
+    rows = {line[:14].strip(): line[14:].split() for line in done.stdout.split("\n")}
+    milliseconds = {name: float(rows[name][0]) for name in ("drafting", "verifying", "rolling back", "all")}
+    assert milliseconds.pop("all") == pytest.approx(sum(milliseconds.values()), abs=0.02)
+    assert float(rows["drafting"][2]) + float(rows["verifying"][2]) == pytest.approx(float(rows["all"][2]), abs=0.02)
+
+
+@pytest.mark.real
 @pytest.mark.parametrize(("leave", "code", "last_words"), [("close", 141, ""), ("ctrl-c", 130, "stopped\n")])
 def test_it_ends_quietly_when_its_reader_leaves(real, leave, code, last_words):
     command = [PROGRAM, "generate", *real, "--prompt", QUESTION]

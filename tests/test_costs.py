@@ -9,7 +9,7 @@ from test_sampling import enumerated_law, p_value, sampled_counts, temperature
 from test_sampling import pair as pair  # a fixture
 
 from transformers_dflash import costs
-from transformers_dflash.costs import RoundCosts
+from transformers_dflash.costs import RoundCosts, floor_seconds
 from transformers_dflash.target import Target
 
 AUTO = {"chain": {"assistant_confidence_threshold": "auto"}, "tree": {"tree_budget": "auto"}}
@@ -141,6 +141,22 @@ def test_a_measurement_is_of_real_forwards_and_ends_at_the_last_position():
     assert list(rows) == [2**i for i in range(len(rows))]
     assert 2 <= rows[-1] <= 8
     assert all(one > 0 for one in seconds)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_floor_of_a_round_is_two_bare_forwards(name):
+    target = make_target(name)
+    draft = make_draft(target)
+    seen = []
+    handles = [
+        target.register_forward_hook(lambda *_: seen.append("target")),
+        draft.register_forward_hook(lambda *_: seen.append("draft")),
+    ]
+    verifying, drafting = floor_seconds(Target(target), draft, prompt(12), new_per_round=2, repeats=3)
+    assert seen == ["target", "draft", *["target", "draft"] * 3]
+    assert min(verifying, drafting) > 0
+    for handle in handles:
+        handle.remove()
 
 
 # Refused

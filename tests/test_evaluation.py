@@ -555,7 +555,13 @@ def test_partings_are_measured_by_the_target(target):
 def test_partings_reach_the_report():
     settings = {"temperature": 0.0, "max_new_tokens": 3, "plain": True, "device": "x", "batch_size": 1}
     settings |= {"gguf_file": None, "target": "t", "command": "c"}
-    times = {"seconds": 1.0, "prefill_seconds": 0.1, "drafting_seconds": 0.2, "verifying_seconds": 0.3}
+    times = {
+        "seconds": 1.0,
+        "prefill_seconds": 0.1,
+        "drafting_seconds": 0.2,
+        "verifying_seconds": 0.3,
+        "rolling_back_seconds": 0.1,
+    }
     counts = {"acceptance_lengths": [2], "drafted_by_round": [3], "accepted_by_round": [1]}
     rows = {}
     for place, token in enumerate((3, 4, 5)):

@@ -203,7 +203,7 @@ def test_statistics_add_up(target, draft):
     assert seen.accepted_by_round == [2] * 13
     assert seen.acceptance_rates == [1, 1, 0, 0, 0]
     assert seen.conditional_acceptance_rates[:3] == [1, 1, 0]
-    assert min(seen.prefill_seconds, seen.drafting_seconds, seen.verifying_seconds) > 0
+    assert min(seen.prefill_seconds, seen.drafting_seconds, seen.verifying_seconds, seen.rolling_back_seconds) > 0
 
 
 def test_padding_with_an_attention_mask_changes_neither_tokens_nor_drafts(targets, family):

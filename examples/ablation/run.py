@@ -107,8 +107,10 @@ def main() -> None:
     mask = options.mask_token_id
     documents = [one for one in read_documents(options.data, tokenizer, 2048) if mask not in one.ids]
     documents, held_out = documents[: options.documents], documents[-16:]
-    configs = {arm: make_config(target, arm, options.block_size, mask) for arm in options.arms}
-    union = sorted({layer for config in configs.values() for layer in config.target_layer_ids})
+    configs = {arm: make_config(target, arm, options.block_size, mask) for arm in ARMS}
+    union = sorted(
+        {layer for config in configs.values() for layer in config.target_layer_ids}
+    )  # whatever arms run now
     store = FeatureStore.build(options.output / "features", documents, target, union)
 
     # On a CPU what else runs there would count, were it not for the processor's own time.
@@ -117,7 +119,8 @@ def main() -> None:
     rows = list(csv.DictReader(results.open())) if results.is_file() else []
     done = {(row["arm"], row["seed"]) for row in rows}
     for seed in range(options.seeds):
-        for arm, config in configs.items():
+        for arm in options.arms:
+            config = configs[arm]
             if (arm, str(seed)) in done:
                 continue
             set_seed(seed)

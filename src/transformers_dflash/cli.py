@@ -31,12 +31,14 @@ from .conversion.export import LAYOUTS as EXPORTED_LAYOUTS
 from .conversion.export import convert
 from .hub.command import add_parsers as add_hub_parsers
 from .modeling_dflash import DFlashDraftModel
+from .profiling import Profile
 
 PROGRAM = "transformers-dflash"
 EXAMPLE_DRAFT = Path(__file__).parents[2] / "examples" / "SmolLM2-135M-Instruct-DFlash-b8"
 EXAMPLE_QUESTION = (
     "A box holds 12 eggs. A farmer fills 10 boxes and has 5 eggs left over. How many eggs did the farmer collect?"
 )
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFTING_OPTIONS = ("num_assistant_tokens", "tree_budget", "assistant_confidence_threshold")
 WARM_UP_TOKENS = 8
 COMPARED_RUNS = 2  # of each kind, in turn; the best counts, since other work on the machine only ever slows one down
@@ -116,29 +118,23 @@ def set_drafting_options(draft: DFlashDraftModel, options: argparse.Namespace) -
             setattr(draft.generation_config, name, getattr(options, name))
 
 
-def build_parser() -> Parser:
-    parser = Parser(prog=PROGRAM, description="Run language models with DFlash drafts (block-diffusion speculation).")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    about = "Answer one prompt with a target and its draft; without arguments, an example of both answers a question."
-    generate = commands.add_parser("generate", help="answer one prompt", description=about)
-    generate.set_defaults(run=generate_command)
-
-    add = generate.add_argument_group("models").add_argument
+def add_one_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """Models, a prompt and how it is answered."""
+    add = parser.add_argument_group("models").add_argument
     add("--target", metavar="NAME", help="folder or Hub id of the target")
     add("--draft", metavar="NAME", help="folder or Hub id of the draft that was trained for this target")
     add("--gguf-file", metavar="FILE", help="GGUF file inside the target's folder")
-    dtypes = ("auto", "bfloat16", "float16", "float32")
-    add("--dtype", choices=dtypes, default="bfloat16", help="default bfloat16; auto: as the target was saved")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16; auto: as the target was saved")
     add("--device", metavar="NAME", help="as torch names it; by default the accelerator if there is one, else cpu")
 
-    prompt = generate.add_argument_group("prompt (read from stdin if that is a pipe or a file)")
+    prompt = parser.add_argument_group("prompt (read from stdin if that is a pipe or a file)")
     source = prompt.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT")
     source.add_argument("--prompt-file", metavar="PATH")
     prompt.add_argument("--system", metavar="TEXT", help="system message")
     prompt.add_argument("--no-chat-template", action="store_true", help="give the prompt to the target as it is")
 
-    add = generate.add_argument_group("decoding").add_argument
+    add = parser.add_argument_group("decoding").add_argument
     add("--max-new-tokens", type=number(int, 1), default=256, metavar="N", help="default 256")
     add("--temperature", type=number(float, 0, 100), default=0.0, metavar="T", help="default 0: greedy")
     add("--top-p", type=number(float, 0, 1), metavar="P")
@@ -146,10 +142,23 @@ def build_parser() -> Parser:
     add("--seed", type=number(int, 0), metavar="N", help="makes sampling repeatable")
     add_drafting_options(add)
 
+
+def build_parser() -> Parser:
+    parser = Parser(prog=PROGRAM, description="Run language models with DFlash drafts (block-diffusion speculation).")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    about = "Answer one prompt with a target and its draft; without arguments, an example of both answers a question."
+    generate = commands.add_parser("generate", help="answer one prompt", description=about)
+    generate.set_defaults(run=generate_command)
+    add_one_prompt_options(generate)
     add = generate.add_argument_group("output (the text on stdout, statistics on stderr)").add_argument
     add("--compare", action="store_true", help="run plain generate beside it and print both speeds")
     add("--no-stream", action="store_true", help="print the text when it is complete")
     add("--json", action="store_true", help="print one JSON object with the text and the statistics")
+
+    about = "Answer one prompt and print where the time of its rounds goes, beside bare forwards of both models."
+    profile = commands.add_parser("profile", help="where the time of a round goes", description=about)
+    profile.set_defaults(run=profile_command)
+    add_one_prompt_options(profile)
 
     commands.add_parser("train", help="train a draft", add_help=False).set_defaults(run=run_training)
 
@@ -161,7 +170,7 @@ def build_parser() -> Parser:
     add("--target", metavar="NAME", help="folder or Hub id of the target")
     add("--draft", metavar="NAME", action="append", help="folder or Hub id of a draft for it; may be repeated")
     add("--gguf-file", metavar="FILE", help="GGUF file inside the target's folder")
-    add("--dtype", choices=dtypes, default="bfloat16", help="default bfloat16; auto: as the target was saved")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16; auto: as the target was saved")
     add("--device", metavar="NAME", help="as torch names it; by default the accelerator if there is one, else cpu")
 
     add = evaluate.add_argument_group("prompts").add_argument
@@ -254,7 +263,8 @@ def evaluate_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def generate_command(options: argparse.Namespace) -> int:
+def prepare(options: argparse.Namespace) -> tuple[Any, Any, DFlashDraftModel, str, dict[str, Any]]:
+    """Target, tokenizer, draft, the prompt and `generate`'s arguments for it."""
     be_quiet()
     refuse_options_that_clash(options)
     prompt = read_prompt(options)
@@ -263,12 +273,26 @@ def generate_command(options: argparse.Namespace) -> int:
         options.target, options.gguf_file, options.draft = find_example()
     target, tokenizer, (draft,) = load(options, [options.draft], device)
     set_drafting_options(draft, options)
-
-    inputs = tokenize(tokenizer, prompt, options).to(device)
-    arguments = dict(inputs) | {"do_sample": options.temperature > 0, "return_dict_in_generate": True}
+    arguments = dict(tokenize(tokenizer, prompt, options).to(device)) | {"do_sample": options.temperature > 0}
     for name in ("temperature", "top_p", "top_k"):
         if arguments["do_sample"] and getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
+    return target, tokenizer, draft, prompt, arguments
+
+
+def profile_command(options: argparse.Namespace) -> int:
+    target, _, draft, _, arguments = prepare(options)
+    torch.manual_seed(torch.seed() if options.seed is None else options.seed)
+    try:
+        print(Profile.of(target, draft, max_new_tokens=options.max_new_tokens, **arguments))
+    except ValueError as error:  # refused by generate or by the draft, in a sentence
+        raise BadInput(one_line(error)) from error
+    return 0
+
+
+def generate_command(options: argparse.Namespace) -> int:
+    target, tokenizer, draft, prompt, inputs = prepare(options)
+    arguments = inputs | {"return_dict_in_generate": True}
     seed = torch.seed() if options.seed is None else options.seed
 
     def run(assistant: DFlashDraftModel | None, max_new_tokens: int, file: TextIO | None = None) -> dict[str, Any]:

@@ -7,6 +7,8 @@ second that the draft's own law promises (as in cost-aware trees, arXiv 2606.018
 is chosen by the target, which keeps the output exact.
 """
 
+import inspect
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +17,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
+from .cache import ContextCache
 from .modeling_dflash import DFlashDraftModel
-from .target import Target, block_embeds, draft_logits
+from .target import TapRecorder, Target, block_embeds, draft_logits
 
 MOST_ROWS = 64  # of a forward that is measured, and of a tree whose size is chosen
 _DEAR = 3  # a forward so many times as long as that of one row; beyond it the last two give the slope
@@ -68,6 +72,65 @@ class RoundCosts:
         return rates.index(max(rates))
 
 
+@torch.no_grad()
+def floor_seconds(
+    target: Target, draft: DFlashDraftModel, ids: torch.Tensor, new_per_round: int, repeats: int = 5
+) -> tuple[float, float]:
+    """The least that a round of chains can take: the bare forwards, with nothing around them.
+
+    Args:
+        ids: `(1, n)`, the context.
+        new_per_round: tokens whose features the draft takes up in a round.
+        repeats: of which the median counts.
+
+    Returns:
+        Seconds of the target's forward over a full block and of the draft's pass with its head.
+    """
+    model, config = target.model, draft.config
+    known = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in known else "past_key_values"  # renamed in Transformers 5.24
+    cache = {cache_name: DynamicCache(config=model.config)}
+    last_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+    taps = TapRecorder(target.layers, config.target_layer_ids, config.target_hidden_size, draft.device, draft.dtype)
+    with taps.recording():
+        model(input_ids=ids, **cache, **last_alone)
+    features = taps.take()[:, -new_per_round:]
+    taps.close()
+    block = torch.full((1, config.block_size), config.mask_token_id, device=ids.device)
+    context, length = draft.make_cache(), ids.shape[1] - new_per_round
+    embeds = block_embeds(draft, target, block).to(draft.device, draft.dtype)
+    nothing = features.new_zeros(1, length, features.shape[2])
+    draft(embeds, nothing, torch.arange(length + config.block_size, device=draft.device)[None], cache=context)
+    verifying, drafting = [], []
+    for _ in range(repeats):
+        # The cache grows by a block each time: not all can be cropped, and it changes little.
+        verifying.append(_time(lambda: model(input_ids=block, **cache).logits))
+        slots = torch.arange(length, length + new_per_round + config.block_size, device=draft.device)[None]
+        drafting.append(_time(partial(_drafted, target, draft, embeds, features, slots, context)))
+        length += new_per_round
+    return statistics.median(verifying), statistics.median(drafting)
+
+
+def _drafted(
+    target: Target,
+    draft: DFlashDraftModel,
+    embeds: torch.Tensor,
+    features: torch.Tensor,
+    positions: torch.Tensor | None,
+    cache: ContextCache,
+) -> torch.Tensor:
+    """Logits `(1, k, V)` of a block."""
+    hidden = draft(embeds, features, positions, cache=cache).last_hidden_state
+    return draft_logits(draft, target, hidden[:, -draft.config.num_candidates :])
+
+
+def _time(run: Callable[[], torch.Tensor]) -> float:
+    """Seconds until a number of the result `(b, n, V)` is there: on an accelerator too."""
+    start = time.perf_counter()
+    run()[0, -1, 0].item()
+    return time.perf_counter() - start
+
+
 def _verifying_seconds(target: Target) -> list[tuple[int, float]]:
     model = target.model
     longest = target.last_exact_position(0)
@@ -76,7 +139,7 @@ def _verifying_seconds(target: Target) -> list[tuple[int, float]]:
     rows = 1
     while rows <= most and (len(measured) < 2 or measured[-1][1] < _DEAR * measured[0][1]):
         ids = torch.arange(rows, device=model.device)[None] % target.num_embeddings  # as many experts as in real text
-        measured.append((rows, _seconds(partial(_logits, model, ids))))
+        measured.append((rows, _shortest(partial(_logits, model, ids))))
         rows *= 2
     return measured
 
@@ -96,22 +159,14 @@ def _drafting_seconds(target: Target, draft: DFlashDraftModel) -> float:
         dtype=draft.dtype,
     )
 
-    def run() -> torch.Tensor:
-        embeds = block_embeds(draft, target, ids).to(draft.device, draft.dtype)
-        hidden = draft(embeds, features, cache=draft.make_cache()).last_hidden_state[:, -config.num_candidates :]
-        return draft_logits(draft, target, hidden)
-
-    return _seconds(run)
+    embeds = block_embeds(draft, target, ids).to(draft.device, draft.dtype)
+    return _shortest(lambda: _drafted(target, draft, embeds, features, None, draft.make_cache()))
 
 
-def _seconds(run: Callable[[], torch.Tensor]) -> float:
-    """The shorter of two runs, after one that warms up; reading a number back ends it on an accelerator too."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        run()[0, -1, 0].item()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+def _shortest(run: Callable[[], torch.Tensor]) -> float:
+    """The shorter time of two, after one that warms up."""
+    _time(run)
+    return min(_time(run), _time(run))
 
 
-__all__ = ["MOST_ROWS", "RoundCosts"]
+__all__ = ["MOST_ROWS", "RoundCosts", "floor_seconds"]

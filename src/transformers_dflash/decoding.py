@@ -431,6 +431,7 @@ def dflash_decoding(
                     row.verifier.record.add_block(outputs, k + 1, committed[-1], cache)
                 places = k if tree is None else max(tree.depths, default=0)
                 statistics.add_round(k, places, committed[-1], accepted)
+            verified = time.perf_counter()
             generator.commit(committed, k + 1, kept_rows)
 
             if kept_rows is not None:
@@ -456,7 +457,8 @@ def dflash_decoding(
             del outputs
             statistics.forwards += 1
             statistics.drafting_seconds += drafted - clock
-            statistics.verifying_seconds += time.perf_counter() - drafted
+            statistics.verifying_seconds += verified - drafted
+            statistics.rolling_back_seconds += time.perf_counter() - verified
         if batch_size == 1:
             rollback.close()
             _keep_context(cache, assistant_model, generator.context(cached_length))

@@ -24,8 +24,10 @@ class SpeculationStatistics:
             them were committed, in the order of `acceptance_lengths`.
         drafted_at, accepted_at: in how many rounds there were candidates at a place of the block, and in how many one
             was committed, first place first.
-        prefill_seconds, drafting_seconds, verifying_seconds: wall time spent in each; verification includes the
-            target's forward. On an accelerator work is queued, so that a time ends where the next result was needed.
+        prefill_seconds, drafting_seconds, verifying_seconds, rolling_back_seconds: wall time spent in each;
+            verification is the target's forward and the decision, rolling back all that readies features, caches and
+            masks for the next round. On an accelerator work is queued, so that a time ends where the next result was
+            needed.
     """
 
     drafted: int = 0
@@ -40,11 +42,18 @@ class SpeculationStatistics:
     prefill_seconds: float = 0.0
     drafting_seconds: float = 0.0
     verifying_seconds: float = 0.0
+    rolling_back_seconds: float = 0.0
 
     @property
     def rounds(self) -> int:
         """Rounds of all sequences."""
         return len(self.acceptance_lengths)
+
+    @property
+    def seconds_per_forward(self) -> float:
+        """Wall time of a round: one drafting pass and one target forward for all sequences; nan without one."""
+        rounds_took = self.drafting_seconds + self.verifying_seconds + self.rolling_back_seconds
+        return rounds_took / self.forwards if self.forwards else float("nan")
 
     @property
     def acceptance_length(self) -> float:

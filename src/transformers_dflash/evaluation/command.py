@@ -34,7 +34,7 @@ from .report import build_report, comparison, flat_settings, read_report, table
 PLAIN = "plain"  # the method without a draft
 WARM_UP_TOKENS = 8
 COUNTS = ("drafted_by_round", "accepted_by_round", "acceptance_lengths")
-TIMES = ("prefill_seconds", "drafting_seconds", "verifying_seconds")
+TIMES = ("prefill_seconds", "drafting_seconds", "verifying_seconds", "rolling_back_seconds")
 
 Key = tuple[str, int, str]  # data set, place of the prompt in it, method
 

@@ -3,7 +3,7 @@
 Every method answers the same prompts, in batches of each size, in turn; a figure is all new tokens over all seconds.
 Prompts are held-out GSM8K questions, as in `decode.py`.
 
-    python benchmarks/batch.py [--sizes 1 4 16] [--prompts 16] [--new-tokens 64]
+    python benchmarks/batch.py [--sizes 1 4 16] [--prompts 16] [--new-tokens 64] [--json FILE]
 """
 
 import argparse
@@ -26,12 +26,14 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
 
     folder, file, draft_folder = find_example()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, padding_side="left")
-    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16)
-    draft = AutoModel.from_pretrained(draft_folder, dtype=torch.bfloat16)
+    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=arguments.dtype)
+    draft = AutoModel.from_pretrained(draft_folder, dtype=arguments.dtype)
     questions = [json.loads(line)["question"] for line in (HERE / "gsm8k_heldout.jsonl").open()]
     chats = [[{"role": "user", "content": question}] for question in questions[: arguments.prompts]]
 
@@ -59,16 +61,19 @@ def main() -> None:
 
     print("| method | " + " | ".join(f"batch {size}" for size in arguments.sizes) + " |")
     print("|---" * (len(arguments.sizes) + 1) + "|")
+    speeds = {key: tokens[key] / seconds[key] for key in tokens}
     for name in methods:
-        speeds = [tokens[name, size] / seconds[name, size] for size in arguments.sizes]
-        print(f"| {name} | " + " | ".join(f"{speed:.1f}" for speed in speeds) + " |")
+        print(f"| {name} | " + " | ".join(f"{speeds[name, size]:.1f}" for size in arguments.sizes) + " |")
     print(
-        f"\nNew tokens per second. SmolLM2-135M-Instruct in bfloat16, block {draft.config.block_size}, greedy, "
-        f"{len(chats)} held-out GSM8K questions, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} "
+        f"\nNew tokens per second. SmolLM2-135M-Instruct in {arguments.dtype}, block {draft.config.block_size}, "
+        f"greedy, {len(chats)} held-out GSM8K questions, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} "
         f"threads of a {platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n"
         f"Command: `python benchmarks/batch.py --sizes {' '.join(map(str, arguments.sizes))} --prompts {len(chats)} "
-        f"--new-tokens {arguments.new_tokens}`"
+        f"--new-tokens {arguments.new_tokens} --dtype {arguments.dtype}`"
     )
+    if arguments.json:
+        figures = {name: {size: speeds[name, size] for size in arguments.sizes} for name in methods}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

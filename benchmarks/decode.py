@@ -3,9 +3,11 @@
 Every method answers every prompt in turn, so that a machine whose speed drifts slows all of them alike; a speed is the
 median over prompts of new tokens per second of the whole call. The floor is the time of the bare forwards of a round:
 the target over a full block, and the draft with the target's head over its slots, at the same context lengths, nothing
-else. Prompts: GSM8K test questions (Cobbe et al., arXiv 2110.14168, MIT licence), which the draft was not trained on.
+else. The draft was trained on none of the prompts, which are questions of GSM8K's test set (Cobbe et al., arXiv
+2110.14168, MIT licence), problems of HumanEval (Chen et al., arXiv 2107.03374, MIT licence), and one prompt of each
+category of Spec-Bench (Xia et al., arXiv 2401.07851, Apache 2.0 licence).
 
-    python benchmarks/decode.py [--prompts 12] [--new-tokens 96] [--json results.json]
+    python benchmarks/decode.py [--data gsm8k humaneval specbench] [--prompts 12] [--new-tokens 96] [--json FILE]
 """
 
 import argparse
@@ -26,17 +28,15 @@ from transformers_dflash.costs import floor_seconds
 from transformers_dflash.target import Target
 
 HERE = Path(__file__).parent
-CHAIN = "transformers-dflash, chains"
+SETS = ("gsm8k", "humaneval", "specbench")
+PLAIN = "plain generate"
+CHAIN = "transformers-dflash, whole blocks"
 NO_OPTIONS = {"tree_budget": None, "assistant_confidence_threshold": None}
 OURS: dict[str, dict] = {
     CHAIN: {},
-    "transformers-dflash, assistant_confidence_threshold=0.05": {"assistant_confidence_threshold": 0.05},
+    'transformers-dflash, assistant_confidence_threshold="auto"': {"assistant_confidence_threshold": "auto"},
     "transformers-dflash, tree_budget=12": {"tree_budget": 12},
-    "transformers-dflash, tree_budget=16": {"tree_budget": 16},
-    "transformers-dflash, tree_budget=12, assistant_confidence_threshold=0.02": {
-        "tree_budget": 12,
-        "assistant_confidence_threshold": 0.02,
-    },
+    'transformers-dflash, tree_budget="auto"': {"tree_budget": "auto"},
 }
 
 
@@ -52,24 +52,90 @@ def zlab_method(target, draft_folder: Path, new_tokens: int) -> Callable | None:
     return lambda ids: draft.spec_generate(target, ids, new_tokens, stops)
 
 
+def measure(methods: dict[str, Callable], seen: dict[str, list], prompts: list, floor: Callable) -> dict:
+    """Speeds of all methods on the prompts, and how far a round of whole blocks is from the floor.
+
+    Args:
+        methods: from ids `(1, n)` to all ids.
+        seen: where our methods leave what each generation says of itself.
+        floor: from ids to the seconds of a round's bare forwards.
+    """
+    speeds: dict[str, list[float]] = {name: [] for name in methods}
+    floors = []
+    for kept in seen.values():
+        kept.clear()
+    names = list(methods)
+    for n, ids in enumerate(prompts):
+        for name in names[n % len(names) :] + names[: n % len(names)]:
+            start = time.perf_counter()
+            output = methods[name](ids)
+            speeds[name].append((output.shape[1] - ids.shape[1]) / (time.perf_counter() - start))
+        floors.append(floor(ids))
+
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(one / two for one, two in zip(speeds[name], speeds[other], strict=True))
+
+    rounds = [one.seconds_per_forward for one in seen[CHAIN]]
+    figures = {
+        name: {
+            "tokens_per_second": statistics.median(values),
+            "lowest": min(values),
+            "highest": max(values),
+            "over_plain": ratio(name, PLAIN),
+            "over_whole_blocks": ratio(name, CHAIN),
+        }
+        for name, values in speeds.items()
+    }
+    for name, kept in seen.items():
+        figures[name]["acceptance_length"] = statistics.mean(one.acceptance_length for one in kept)
+    return {
+        "methods": figures,
+        "round_seconds": statistics.median(rounds),
+        "floor_seconds": statistics.median(floors),
+        "over_floor": statistics.median(one / two for one, two in zip(rounds, floors, strict=True)),
+    }
+
+
+def table(name: str, figures: dict) -> str:
+    lines = [
+        f"| {name} | τ | tokens/s (lowest to highest) | over plain | over whole blocks |",
+        "|---|---|---|---|---|",
+    ]
+    for method, own in figures["methods"].items():
+        tau = f"{own['acceptance_length']:.2f}" if "acceptance_length" in own else ""
+        speed = f"{own['tokens_per_second']:.1f} ({own['lowest']:.1f} to {own['highest']:.1f})"
+        lines.append(f"| {method} | {tau} | {speed} | {own['over_plain']:.2f} | {own['over_whole_blocks']:.2f} |")
+    milliseconds = [1000 * figures[part] for part in ("round_seconds", "floor_seconds")]
+    lines += [
+        "",
+        f"A round of whole blocks takes {milliseconds[0]:.1f} ms, {figures['over_floor']:.2f} of the floor of its own "
+        f"prompt (bare forwards of target and draft: {milliseconds[1]:.1f} ms).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--data", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--prompts", type=int, default=12, help="of each set")
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
 
     folder, file, draft_folder = find_example()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16)
-    draft = AutoModel.from_pretrained(draft_folder, dtype=torch.bfloat16)
-    questions = [json.loads(line)["question"] for line in (HERE / "gsm8k_heldout.jsonl").open()]
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        for question in questions[: arguments.prompts]
-    ]
+    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=arguments.dtype)
+    draft = AutoModel.from_pretrained(draft_folder, dtype=arguments.dtype)
+
+    def prompts(name: str) -> list[torch.Tensor]:
+        questions = [json.loads(line)["question"] for line in (HERE / f"{name}_heldout.jsonl").open()]
+        chat = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        return [
+            tokenizer.apply_chat_template([{"role": "user", "content": question}], **chat)["input_ids"]
+            for question in questions[: arguments.prompts]
+        ]
 
     options = {"do_sample": False, "max_new_tokens": arguments.new_tokens}
     seen: dict[str, list] = {name: [] for name in OURS}
@@ -85,7 +151,7 @@ def main() -> None:
         return method
 
     methods: dict[str, Callable] = {
-        "plain generate": lambda ids: target.generate(ids, **options),
+        PLAIN: lambda ids: target.generate(ids, **options),
         "plain generate, prompt_lookup_num_tokens=5": lambda ids: target.generate(
             ids, prompt_lookup_num_tokens=5, **options
         ),
@@ -97,61 +163,28 @@ def main() -> None:
     if (zlab := zlab_method(target, draft_folder, arguments.new_tokens)) is not None:
         methods["z-lab dflash"] = zlab
 
-    speeds: dict[str, list[float]] = {name: [] for name in methods}
-    floors = []
+    def floor(ids: torch.Tensor) -> float:
+        middle = torch.cat([ids, ids[:, : arguments.new_tokens // 2]], dim=1)
+        return sum(floor_seconds(Target(target), draft, middle, new_per_round=2))
+
+    results = {}
     with torch.inference_mode():
         for method in methods.values():
-            method(prompts[0])  # warm up
-        for kept in seen.values():
-            kept.clear()
-        for n, ids in enumerate(prompts):
-            names = list(methods)
-            for name in names[n % len(names) :] + names[: n % len(names)]:
-                start = time.perf_counter()
-                output = methods[name](ids)
-                speeds[name].append((output.shape[1] - ids.shape[1]) / (time.perf_counter() - start))
-            middle = torch.cat([ids, ids[:, : arguments.new_tokens // 2]], dim=1)
-            floors.append(sum(floor_seconds(Target(target), draft, middle, new_per_round=2)))
-
-    plain = statistics.median(speeds["plain generate"])
-    results = {
-        name: {
-            "tokens_per_second": statistics.median(values),
-            "lowest": min(values),
-            "highest": max(values),
-            "speedup": statistics.median(
-                value / other for value, other in zip(values, speeds["plain generate"], strict=True)
-            ),
-        }
-        for name, values in speeds.items()
-    }
-    chains = [one.seconds_per_forward for one in seen[CHAIN]]
-    per_round = statistics.median(chains)
-    over_floor = statistics.median(seconds / floor for seconds, floor in zip(chains, floors, strict=True))
-    for name, kept in seen.items():
-        results[name]["acceptance_length"] = statistics.mean(one.acceptance_length for one in kept)
-    print("| method | τ | tokens/s (lowest to highest) | speedup over plain, prompt by prompt |")
-    print("|---|---|---|---|")
-    for name, figures in results.items():
-        tau = f"{figures['acceptance_length']:.2f}" if name in seen else ""
-        print(
-            f"| {name} | {tau} | {figures['tokens_per_second']:.1f} ({figures['lowest']:.1f} to "
-            f"{figures['highest']:.1f}) | {figures['speedup']:.2f} |"
-        )
+            method(prompts(arguments.data[0])[0])  # warm up
+        for name in arguments.data:
+            results[name] = measure(methods, seen, prompts(name), floor)
+            print(table(name, results[name]), flush=True)
     print(
-        f"\nτ is a mean over prompts. A round of chains takes {1000 * per_round:.1f} ms, {over_floor:.2f} of the "
-        f"floor of its own prompt (bare forwards of target and draft: {1000 * statistics.median(floors):.1f} ms)."
-    )
-    print(
-        f"\nSmolLM2-135M-Instruct in bfloat16, block {draft.config.block_size}, greedy, batch 1, {len(prompts)} "
-        f"held-out GSM8K questions, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} threads of a "
+        "τ is a mean over prompts, every ratio a median of ratios prompt by prompt. SmolLM2-135M-Instruct in "
+        f"{arguments.dtype}, block {draft.config.block_size}, greedy, batch 1, {arguments.prompts} held-out prompts "
+        f"of each set, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} threads of a "
         f"{platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"transformers-dflash {transformers_dflash.__version__}.\n"
-        f"Command: `python benchmarks/decode.py --prompts {len(prompts)} --new-tokens {arguments.new_tokens}`"
+        f"Command: `python benchmarks/decode.py --data {' '.join(arguments.data)} --prompts {arguments.prompts} "
+        f"--new-tokens {arguments.new_tokens} --dtype {arguments.dtype}`"
     )
     if arguments.json:
-        figures = {"methods": results, "round_seconds": per_round, "over_floor": over_floor}
-        arguments.json.write_text(json.dumps(figures | {"plain_tokens_per_second": plain}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -66,8 +66,9 @@ def main() -> None:
         print(f"| {name} | " + " | ".join(f"{speeds[name, size]:.1f}" for size in arguments.sizes) + " |")
     print(
         f"\nNew tokens per second. SmolLM2-135M-Instruct in {arguments.dtype}, block {draft.config.block_size}, "
-        f"greedy, {len(chats)} held-out GSM8K questions, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} "
-        f"threads of a {platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n"
+        f"greedy, {len(chats)} held-out GSM8K questions, up to {arguments.new_tokens} new tokens;\n"
+        f"{torch.get_num_threads()} threads of a {platform.machine()} CPU, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}.\n"
         f"Command: `python benchmarks/batch.py --sizes {' '.join(map(str, arguments.sizes))} --prompts {len(chats)} "
         f"--new-tokens {arguments.new_tokens} --dtype {arguments.dtype}`"
     )

@@ -1,7 +1,7 @@
 """What a round costs at longer and longer contexts, beside the bare forwards of target and draft.
 
-A context is held-out GSM8K questions one after the other, cut at the length wanted. It is answered in whole blocks, and
-by plain generate. The prefill does not count, but the draft's first round does, which takes up the whole context.
+A context is held-out GSM8K questions one after the other, cut at the length wanted. It is answered in whole blocks
+and by plain generate. The prefill does not count, but the draft's first round does, which takes up the whole context.
 
     python benchmarks/context.py [--lengths 128 1024 4096] [--new-tokens 48] [--json FILE]
 """

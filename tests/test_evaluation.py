@@ -574,7 +574,7 @@ def test_partings_reach_the_report():
     assert entry["first_differences"] == [None, 2, 2]
     assert entry["gaps"] == [None, 0.01, 0.5]
     assert entry["speedup"] == 2
-    assert entry["time_shares"]["other"] == pytest.approx(0.4)
+    assert entry["time_shares"]["other"] == pytest.approx(0.3)
     assert entry["conditional_acceptance_rates"] == [1, 0, None]  # null: nothing is nan in a report
     assert "1 of 3, 1 tie, 1 unexplained" in table(report)
     assert "1 of 3, 1 tie, 1 unexplained" in Page(render_html(report)).texts

@@ -497,6 +497,9 @@ def test_documents_that_cannot_be_trained_on_are_refused(target, draft, tmp_path
     holds_mask = Document([3, 4, MASK, 5, 6], [False, False, True, True, True])
     with pytest.raises(ValueError, match=f"document 0 holds the draft's mask_token_id {MASK}"):
         DFlashTrainer(draft, target, arguments(tmp_path), [holds_mask])
+    foreign = Document([3, 4, 5000, 5, 6], [False, False, True, True, True])
+    with pytest.raises(ValueError, match="document 0 holds token 5000, and the target's embedding has"):
+        DFlashTrainer(draft, target, arguments(tmp_path), [foreign])
     with pytest.raises(ValueError, match="there is no document"):
         DFlashTrainer(draft, target, arguments(tmp_path), [])
     other = make_target("qwen3")

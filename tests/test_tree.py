@@ -424,7 +424,7 @@ def test_the_budget_is_saved_with_the_draft_and_checked(target, draft, tmp_path)
         prompt(9), assistant_model=loaded, do_sample=False, max_new_tokens=9, return_dict_in_generate=True
     ).speculation
     assert statistics.drafted > draft.config.num_candidates * statistics.rounds
-    for wrong in (0, -1, 2.5, "auto", True):
+    for wrong in (0, -1, 2.5, "many", True):
         with pytest.raises(ValueError, match="tree_budget .* is no number of nodes"):
             greedy(target, prompt(9), draft, wrong)
 

@@ -460,7 +460,6 @@ def dflash_decoding(
             statistics.verifying_seconds += verified - drafted
             statistics.rolling_back_seconds += time.perf_counter() - verified
         if batch_size == 1:
-            rollback.close()
             _keep_context(cache, assistant_model, generator.context(cached_length))
         else:
             rollback.empty()

@@ -35,7 +35,8 @@ RECURRENT_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
 class Rollback:
-    """Rolls a target's cache back after each block. Use as a context manager: leaving it removes its hooks.
+    """Rolls a target's cache back after each block. Use as a context manager: leaving it removes its hooks and
+    lets the cache be as plain `generate` leaves it.
 
     Args:
         cache: the target's cache.
@@ -58,6 +59,8 @@ class Rollback:
     def __exit__(self, *_error) -> None:
         for recurrence in self.recurrences:
             recurrence.close()
+        for layer in self._recording:  # as plain generate leaves a cache
+            layer.record_past = False
 
     def begin(self) -> None:
         """To be called after the prefill, when layers know what they hold."""
@@ -150,11 +153,6 @@ class Rollback:
             layer.is_initialized = False
             if layer.is_sliding:
                 layer.cumulative_length = 0
-
-    def close(self) -> None:
-        """Leave the cache's layers as plain generate leaves them."""
-        for layer in self._recording:
-            layer.record_past = False
 
 
 def takes_ragged_rows(cache: Cache) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from .measures import acceptance_length, acceptance_rates, losslessness, speedup
 
 Entry = dict[str, Any]
-PARTS = ("prefill", "drafting", "verifying", "other")
+PARTS = ("prefill", "drafting", "verifying", "rolling back", "other")
 COMPARED = ("acceptance_length", "speedup", "tokens_per_second")
 MISSING = "–"
 
@@ -97,7 +97,8 @@ def summarise(answers: list[Entry], plain: list[Entry] | None, block_size: int) 
         plain_seconds, plain_tokens = [row["seconds"] for row in plain], [len(row["token_ids"]) for row in plain]
         values["plain_tokens_per_second"] = sum(plain_tokens) / sum(plain_seconds)
         values |= speedup(plain_seconds, plain_tokens, seconds, tokens)
-    shares = {part: sum(row[f"{part}_seconds"] for row in answers) / sum(seconds) for part in PARTS[:-1]}
+    columns = {part: f"{part.replace(' ', '_')}_seconds" for part in PARTS[:-1]}
+    shares = {part: sum(row[column] for row in answers) / sum(seconds) for part, column in columns.items()}
     values["time_shares"] = shares | {"other": 1 - sum(shares.values())}
     return values
 

@@ -19,7 +19,7 @@ from ..target import Target
 from .data import Document, encode
 from .features import FeatureStore, bytes_per_token
 from .regenerate import answer_by_server, answer_in_process, end_tokens, regenerate
-from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, trainable
+from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, refuse_unfit_tokens, trainable
 
 PROGRAM = "transformers-dflash train"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -125,6 +125,8 @@ def train_command(arguments: Sequence[str]) -> int:
     }
     model = draft if options.lora_rank is None else with_adapters(draft, options.lora_rank)
 
+    # The trainer does this too, but after hours of writing features.
+    refuse_unfit_tokens([*documents, *held_out], draft.config.mask_token_id, Target(target).num_embeddings)
     print(describe(draft, model, documents, held_out), flush=True)
     trainer = DFlashTrainer(
         model,

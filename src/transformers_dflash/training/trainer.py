@@ -181,7 +181,7 @@ class DFlashTrainer(Trainer):
         self.layer_ids = layers_to_read(config, args.loss_type)
         self.target_features = TargetFeatures(target, self.layer_ids)
         for documents in (train_documents, eval_documents):
-            refuse_mask_token(documents or (), config.mask_token_id)
+            refuse_unfit_tokens(documents or (), config.mask_token_id, self.target.num_embeddings)
 
         if train_features is not None:
             mark = fingerprint(train_documents, target, train_features.layer_ids)
@@ -410,13 +410,19 @@ def _teacher_states(last: torch.Tensor, anchors: torch.Tensor, num_candidates: i
     return last[rows, places].unflatten(1, (-1, num_candidates))
 
 
-def refuse_mask_token(documents: Sequence[Document], mask_token_id: int) -> None:
-    """Refuse documents that hold the mask token: a draft could not tell it from "not yet known".
+def refuse_unfit_tokens(documents: Sequence[Document], mask_token_id: int, num_embeddings: int) -> None:
+    """Refuse documents that hold the mask token, which a draft could not tell from "not yet known", or tokens of
+    another model.
 
     Raises:
         ValueError: naming the first such document.
     """
     for number, document in enumerate(documents):
+        if max(document.ids) >= num_embeddings:
+            raise ValueError(
+                f"document {number} holds token {max(document.ids)}, and the target's embedding has {num_embeddings} "
+                "rows: it was tokenized for another model"
+            )
         if mask_token_id in document.ids:
             raise ValueError(
                 f"document {number} holds the draft's mask_token_id {mask_token_id} as a real token: choose an id "
@@ -451,6 +457,6 @@ __all__ = [
     "DFlashTrainingArguments",
     "collate",
     "layers_to_read",
-    "refuse_mask_token",
+    "refuse_unfit_tokens",
     "trainable",
 ]

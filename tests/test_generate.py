@@ -206,6 +206,15 @@ def test_statistics_add_up(target, draft):
     assert min(seen.prefill_seconds, seen.drafting_seconds, seen.verifying_seconds, seen.rolling_back_seconds) > 0
 
 
+def test_rounds_are_told_where_debugging_is_wanted_and_only_there(target, draft, caplog):
+    both(target, draft, prompt(7), num_right=2)
+    assert not caplog.messages
+    with caplog.at_level("DEBUG", logger="transformers_dflash"):
+        both(target, draft, prompt(7), num_right=2)
+    assert caplog.messages[0] == "round 1: 5 candidates, [3] tokens committed"
+    assert len(caplog.messages) == 13
+
+
 def test_padding_with_an_attention_mask_changes_neither_tokens_nor_drafts(targets, family):
     target = targets[family]
     draft, ids = make_draft(target), prompt(7)

@@ -455,10 +455,8 @@ def dflash_decoding(
             for row, count in zip(active, committed, strict=True):
                 row.known += count
             del outputs
-            statistics.forwards += 1
-            statistics.drafting_seconds += drafted - clock
-            statistics.verifying_seconds += verified - drafted
-            statistics.rolling_back_seconds += time.perf_counter() - verified
+            statistics.add_forward(drafted - clock, verified - drafted, time.perf_counter() - verified)
+            logger.debug("round %d: %d candidates, %s tokens committed", statistics.forwards, k, committed)
         if batch_size == 1:
             _keep_context(cache, assistant_model, generator.context(cached_length))
         else:

@@ -72,6 +72,13 @@ class SpeculationStatistics:
         reached = [sum(a >= place < d for d, a in counts) for place in range(len(self.accepted_at))]
         return [a / r if r else float("nan") for a, r in zip(self.accepted_at, reached, strict=True)]
 
+    def add_forward(self, drafting: float, verifying: float, rolling_back: float) -> None:
+        """Count a target forward, with the seconds of the round that it was made in."""
+        self.forwards += 1
+        self.drafting_seconds += drafting
+        self.verifying_seconds += verifying
+        self.rolling_back_seconds += rolling_back
+
     def add_round(self, drafted: int, places: int, committed: int, accepted: int) -> None:
         """Count a round: its candidates, over how many places they go, and what came of them."""
         self.drafted += drafted

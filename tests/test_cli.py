@@ -209,6 +209,21 @@ def test_a_prompt_file_must_be_text(capsys, tmp_path):
     assert "is not UTF-8 text" in refused(capsys, "--prompt-file", str(path))
 
 
+@pytest.mark.parametrize(
+    ("device", "machine", "capability", "expected"),
+    [
+        ("cpu", "x86_64", "AVX2", "float32"),
+        ("cpu", "x86_64", "AVX512", "bfloat16"),
+        ("cpu", "aarch64", "DEFAULT", "bfloat16"),
+        ("cuda", "x86_64", "AVX2", "bfloat16"),
+    ],
+)
+def test_the_dtype_is_one_that_the_processor_computes(monkeypatch, device, machine, capability, expected):
+    monkeypatch.setattr(cli.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert cli.usual_dtype(torch.device(device)) == expected
+
+
 def test_empty_stdin_and_no_command():
     done = run(stdin="\n")
     assert (done.returncode, done.stdout) == (2, "")

@@ -42,7 +42,13 @@ def main() -> None:
         options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
         return [dict(tokenizer.apply_chat_template(part, **options)) for part in parts]
 
-    methods = {"plain generate": None, "transformers-dflash": draft}
+    auto = AutoModel.from_pretrained(draft_folder, dtype=arguments.dtype)
+    auto.generation_config.assistant_confidence_threshold = "auto"
+    methods = {
+        "plain generate": None,
+        "transformers-dflash, whole blocks": draft,
+        'transformers-dflash, assistant_confidence_threshold="auto"': auto,
+    }
     tokens = {(name, size): 0 for name in methods for size in arguments.sizes}
     seconds = dict.fromkeys(tokens, 0.0)
     for assistant in methods.values():

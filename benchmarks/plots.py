@@ -30,7 +30,7 @@ def batches(axes, results: dict) -> None:
     for name, by_size in results.items():
         axes.plot([int(size) for size in by_size], list(by_size.values()), marker="o", label=name)
     axes.set(xlabel="sequences in a batch", ylabel="tokens per second, all together", ylim=(0, None))
-    axes.set_xscale("log", base=2)
+    _logarithmic(axes, [int(size) for size in next(iter(results.values()))])
     axes.legend()
 
 
@@ -40,8 +40,13 @@ def contexts(axes, results: dict) -> None:
     for name, label in (("round", "a round"), ("floor", "bare forwards"), ("target alone", "the target's alone")):
         axes.plot(lengths, [1000 * own[name] for own in results.values()], marker="o", label=label)
     axes.set(xlabel="tokens of context", ylabel="milliseconds", ylim=(0, None))
-    axes.set_xscale("log", base=2)
+    _logarithmic(axes, lengths)
     axes.legend()
+
+
+def _logarithmic(axes, values: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [str(value) for value in values])
 
 
 PANELS = {"decode": speeds, "batch": batches, "context": contexts}

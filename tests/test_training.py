@@ -347,6 +347,9 @@ def test_training_makes_a_draft_that_accepts_more_and_loads(target, tmp_path):
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 3
+    assert all(entry["places_per_second"] > 0 and 0 <= entry["accuracy_1"] <= 1 for entry in logged)
     assert after["eval_loss"] < 0.7 * before["eval_loss"]
     assert after["eval_accuracy_1"] > before["eval_accuracy_1"] + 0.3
     assert after["eval_acceptance_length"] > before["eval_acceptance_length"] + 0.5

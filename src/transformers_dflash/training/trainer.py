@@ -1,5 +1,6 @@
 """`DFlashTrainer`: Transformers' `Trainer` for drafts, with a frozen target beside the model."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,6 +216,12 @@ class DFlashTrainer(Trainer):
             )
         self.add_callback(_SkipNonFiniteSteps())
         self._places: dict[str, torch.Tensor] | None = None
+        self._logged_at = time.perf_counter()
+
+    def train(self, *args, **kwargs):
+        """As `Trainer.train`."""
+        self._logged_at = time.perf_counter()
+        return super().train(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The batches of one step, and how many blocks they hold over all processes."""
@@ -276,7 +283,11 @@ class DFlashTrainer(Trainer):
         return {f"accuracy_{place + 1}": right[place].item() / n for place, n in enumerate(counts.tolist()) if n}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
+        """As `Trainer.log`; beside the loss, the accuracy of each place and how many a second were trained on."""
+        if "loss" in logs and self._places is not None:
+            places = self.accelerator.gather(self._places["counts"].sum()[None]).sum().item()
+            logs["places_per_second"] = places / (time.perf_counter() - self._logged_at)
+            self._logged_at = time.perf_counter()
             logs |= self._take_accuracies()
         super().log(logs, start_time)
 
@@ -290,7 +301,7 @@ class DFlashTrainer(Trainer):
 
         Here, and not after the evaluation, so that callbacks such as early stopping see them.
         """
-        training_places, self._places = self._places, None
+        training_places, self._places, start = self._places, None, time.perf_counter()
         self.model.eval()
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         more = self._take_accuracies()
@@ -298,6 +309,7 @@ class DFlashTrainer(Trainer):
         if self.args.eval_prompts:
             more["acceptance_length"] = self.acceptance_length(dataloader.dataset.documents[: self.args.eval_prompts])
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in more.items()})
+        self._logged_at += time.perf_counter() - start
         return output
 
     def record(self) -> None:

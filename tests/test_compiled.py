@@ -6,7 +6,9 @@ from conftest import CACHE, COMMON, VOCAB, make_draft, make_target, prompt
 from oracle import oracle
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, StaticCache
+from transformers.cache_utils import StaticLayer
 
+pytestmark = pytest.mark.skipif(not StaticLayer.is_croppable, reason="this Transformers cannot crop static layers")
 NEW_TOKENS = 40
 
 
@@ -103,6 +105,7 @@ def test_plain_and_drafted_generations_keep_graphs_of_their_own(target, draft):
         assert torch.equal(greedy(target, prompt(7), assistant, prefill_chunk_size=3, **static), answer)
 
 
+@pytest.mark.slow
 def test_logits_are_not_overwritten(target, draft):
     options = {"return_dict_in_generate": True, "output_logits": True}
     answer = greedy(target, prompt(7), **options)

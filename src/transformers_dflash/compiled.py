@@ -71,7 +71,8 @@ def compiled_forward(
         model_kwargs: the target's inputs, its cache among them.
         rollback: of that cache, after the prefill.
     """
-    # Static sliding layers that may fill up branch on their length, and are replaced where they are rolled back.
+    # Layers that cannot be cropped are replaced when they are rolled back, and a graph would keep the old ones: static
+    # sliding ones that may fill up, and all static ones of older Transformers.
     wants_states = config.output_attentions or config.output_hidden_states
     if wants_states or rollback.copied or not model._valid_auto_compile_criteria(model_kwargs, config):
         return None

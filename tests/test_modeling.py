@@ -142,6 +142,16 @@ def test_forward_equals_the_reference_in_every_shape(fields, num_context):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["layer-aligned", "normed taps", "normed taps, layer-aligned"])
+def test_a_long_prompt_is_projected_in_parts(monkeypatch, name):
+    model = build(**SHAPES[name])
+    noise, features = random_inputs(model, 20, batch=2)
+    whole = model(noise, features).last_hidden_state
+    monkeypatch.setattr("transformers_dflash.modeling_dflash._CONTEXT_PART", 8)
+    assert_near(model(noise, features).last_hidden_state, whole)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("rope", [LONGROPE, SHAPES["dynamic rope within trained length"]["rope_parameters"]])
 def test_rope_that_depends_on_length_follows_the_positions_past_it(rope):
     model = build(rope_parameters=rope)

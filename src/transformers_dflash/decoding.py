@@ -10,6 +10,7 @@ forwards are shared. Between rounds all is as plain `generate` would have it for
 the right and shorter ones are padded on the left (see `rollback`). A row that is finished leaves the batch.
 """
 
+import copy
 import time
 import weakref
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from transformers.utils import ModelOutput, logging
 
 from .cache import right_aligned
 from .candidate_generator import DFlashCandidateGenerator, DraftContext
+from .compiled import compiled_forward
 from .modeling_dflash import DFlashDraftModel
 from .outputs import DFlashGenerateOutput, Record, SpeculationStatistics, padded_steps
 from .processors import all_row_wise, for_row, process_rows
@@ -359,7 +361,7 @@ def dflash_decoding(
         clock = time.perf_counter()
         kept = _kept_columns(model_kwargs.get("attention_mask"))
         with generator.observing():
-            outputs = model._prefill(input_ids, generation_config, model_kwargs)
+            outputs = model._prefill(input_ids, _eager(generation_config), model_kwargs)
         cache = rollback.cache = _cache_after(outputs, cache_name, cache)
         rollback.begin()
         cached_length = generator.commit_prompt(kept, _cached_tokens(cache))
@@ -379,6 +381,8 @@ def dflash_decoding(
         grows_trees = generator.tree_budget is not None and _takes_trees(
             model, generator, rows[0].ids, cache_name, generation_config, model_kwargs
         )
+        num_rows = generator.max_candidates + 1
+        compiled = compiled_forward(model, generator.taps, num_rows, generation_config, model_kwargs, rollback)
         active = rows
         while going := [i for i, row in enumerate(active) if not row.verifier.finished]:
             if len(going) < len(active):
@@ -397,9 +401,12 @@ def dflash_decoding(
             drafted = time.perf_counter()
 
             rollback.before_block()
+            fits = compiled is not None and tree is None and longest >= compiled.num_rows - 1
+            num_rows = compiled.num_rows if fits else k + 1
             block_ids = _rectangle([row.ids for row in active], candidates)
-            grown = _grown(model, ModelOutput(), model_kwargs, k)
-            inputs = _block_inputs(model, block_ids, k, grown)
+            block_ids = torch.cat([block_ids, block_ids[:, -1:].expand(-1, num_rows - k - 1)], dim=1)
+            grown = _grown(model, ModelOutput(), model_kwargs, num_rows - 1)
+            inputs = _block_inputs(model, block_ids, num_rows - 1, grown)
             if batch_size > 1 and inputs.get("position_ids") is None:  # rows that lag would get those of the longest
                 raise ValueError(
                     f"{type(model).__name__} takes positions from its cache's length, which rows of a batch do not "
@@ -407,9 +414,12 @@ def dflash_decoding(
                 )
             if tree:  # without a node it is a single step, with inputs of its own
                 inputs = tree_inputs(model, cache, tree, cached_length, inputs)
-            with generator.observing(), rollback.recording():  # a processor may call the target after this
-                outputs = model(**inputs, return_dict=True)
-            logits = outputs.logits[:, -(k + 1) :].to(input_ids.device)  # (b, k + 1, V)
+            if fits:
+                outputs = compiled(inputs)
+            else:
+                with generator.observing(), rollback.recording():  # a processor may call the target after this
+                    outputs = model(**inputs, return_dict=True)
+            logits = outputs.logits[:, -num_rows:][:, : k + 1].to(input_ids.device)  # (b, k + 1, V)
             anew = _cache_after(outputs, cache_name, cache) is not cache  # and all tokens, not the block alone
             if anew:
                 cache = rollback.cache = outputs[cache_name]
@@ -432,14 +442,14 @@ def dflash_decoding(
                 places = k if tree is None else max(tree.depths, default=0)
                 statistics.add_round(k, places, committed[-1], accepted)
             verified = time.perf_counter()
-            generator.commit(committed, k + 1, kept_rows)
+            generator.commit(committed, num_rows, kept_rows)
 
             if kept_rows is not None:
-                rollback.after_tree(k + 1, kept_rows)
+                rollback.after_tree(num_rows, kept_rows)
                 cached_length += committed[0]
                 model_kwargs = _grown(model, outputs, model_kwargs, committed[0])
             elif len(set(committed)) == 1:
-                if rollback.after_block(k + 1, committed[0]):
+                if rollback.after_block(num_rows, committed[0]):
                     again = _grown(model, ModelOutput(), model_kwargs, committed[0] - 1)
                     ids = active[0].ids[:, :-1]
                     model(**_block_inputs(model, ids, committed[0] - 1, again), return_dict=True)
@@ -448,8 +458,8 @@ def dflash_decoding(
             else:
                 known, new = torch.tensor([row.known for row in active]), torch.tensor(committed)
                 columns = right_aligned(cached_length, known, new)  # (b, n)
-                rollback.after_ragged_block(columns, cached_length + k + 1)
-                moved = _rearranged(grown, columns, known + new, cached_length + k + 1)
+                rollback.after_ragged_block(columns, cached_length + num_rows)
+                moved = _rearranged(grown, columns, known + new, cached_length + num_rows)
                 model_kwargs = _grown(model, outputs, moved, 1)
                 cached_length = columns.shape[1]
             for row, count in zip(active, committed, strict=True):
@@ -477,6 +487,13 @@ def dflash_decoding(
         speculation=statistics,
         **({cache_name: cache} if batch_size == 1 else {}),
     )
+
+
+def _eager(config: GenerationConfig) -> GenerationConfig:
+    """The config for a prefill: chunks would go to plain `generate`'s compiled call, which may know no taps."""
+    config = copy.copy(config)
+    config.disable_compile = True
+    return config
 
 
 def _takes_trees(

@@ -34,6 +34,8 @@ from .cache import ContextCache
 from .configuration_dflash import DFlashDraftConfig
 from .modeling_dflash2 import CandidateSelector, GroupedDynamicCausalConv
 
+_CONTEXT_PART = 4096  # tokens whose features are projected at once
+
 # Weight names of other layouts that differ from ours, as regular expressions.
 WEIGHT_RENAMES = {r"^encoder\.fc\.": "fc.", r"^encoder\.output_norm_enc\.": "hidden_norm."}
 
@@ -363,11 +365,17 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     def _layer_contexts(self, features: torch.Tensor) -> list[torch.Tensor]:
         """What is injected into each layer, `(b, n, H)` each, from features `(b, n, taps * H_target)`."""
+        fused = self.config.context_injection == "fused"
+        if fused or self.config.tap_norm:
+            # A long prompt's in parts: normed at once, in float32, its taps would take four times their memory.
+            features = torch.cat([self._project(part) for part in features.split(_CONTEXT_PART, dim=1)], dim=1)
+        return [features] * len(self.layers) if fused else list(features.split(self.config.target_hidden_size, dim=-1))
+
+    def _project(self, features: torch.Tensor) -> torch.Tensor:
+        """Features `(b, n, taps * H_target)`, normed and fused where the draft does so."""
         if self.config.tap_norm:
             features = self.tap_norm(features)
-        if self.config.context_injection == "fused":
-            return [self.hidden_norm(self.fc(features))] * len(self.layers)
-        return list(features.split(self.config.target_hidden_size, dim=-1))
+        return self.hidden_norm(self.fc(features)) if self.config.context_injection == "fused" else features
 
     def make_cache(self) -> ContextCache:
         """An empty context cache for this draft."""

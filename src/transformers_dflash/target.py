@@ -292,10 +292,12 @@ class TapRecorder:
     """
 
     def __init__(self, layers: nn.ModuleList, layer_ids: list[int], width: int, device, dtype: torch.dtype):
+        self.layer_ids = tuple(layer_ids)
         self.num_taps = len(layer_ids)
         self.width = width
         self.device, self.dtype = device, dtype
         self.buffers: list[torch.Tensor] = []
+        self.traced: dict[int, torch.Tensor] | None = None  # by layer, while `compiled` traces a forward
         self._written = 0
         self._recording_thread: int | None = None
         self._hooks = [
@@ -303,9 +305,13 @@ class TapRecorder:
         ]
 
     def _read(self, tap: int, _module: nn.Module, _args: tuple, output: torch.Tensor | tuple) -> None:
-        if self._recording_thread != threading.get_ident():
-            return
         state = output[0] if isinstance(output, tuple | list) else output  # (b, n, H)
+        if torch.compiler.is_dynamo_compiling() and self.traced is not None:
+            self.traced[self.layer_ids[tap]] = state
+            return
+        # None by itself, for another recorder's trace: a graph cannot ask for the thread.
+        if self._recording_thread is None or self._recording_thread != threading.get_ident():
+            return
         if state.dim() != 3 or state.shape[-1] != self.width:
             raise ValueError(
                 f"the target's decoder layers give states of shape {tuple(state.shape)}, where a DFlash draft needs "
@@ -325,6 +331,10 @@ class TapRecorder:
             yield
         finally:
             self._recording_thread = None
+
+    def add(self, states: list[torch.Tensor]) -> None:
+        """Take over the tapped states `(b, n, H)` of one forward, read by other means than the hooks; copies them."""
+        self.buffers.append(torch.cat([state.to(self.device, self.dtype) for state in states], dim=-1))
 
     def take(self) -> torch.Tensor:
         """The features read since the last `take`: `(b, n, taps * H)`."""

@@ -23,7 +23,7 @@ from transformers_dflash.verification import acceptance_probability, prefix_prob
 
 HERE = Path(__file__).parent
 TEMPERATURES = (0.6, 1.0)
-DRAFT_SHARES = (1.0, 0.7, None)  # of the target's temperature; None drafts the likeliest tokens
+DRAFT_SHARES = (1.0, 0.7, 0.4, None)  # of the target's temperature; None drafts the likeliest tokens
 
 
 def expected_tokens(candidates, p, q) -> tuple[float, float]:

@@ -5,7 +5,7 @@ import torch
 from conftest import FAMILIES, make_draft, make_target, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampling import enumerated_law, p_value, sampled_counts, temperature
+from test_sampling import enumerated_law, p_value, repetition, sampled_counts, temperature
 from test_sampling import pair as pair  # a fixture
 
 from transformers_dflash import costs
@@ -84,6 +84,14 @@ def test_more_sequences_share_the_cost_of_a_round_and_its_candidates():
     assert machine.best_count([0.2, 0.2, 0.2, 0.2], sequences=2) == 1
 
 
+def test_without_looking_ahead_the_first_loss_is_the_end():
+    machine = RoundCosts(0.0, [(1, 1.0), (2, 3.0), (4, 3.0), (8, 3.0)])  # the second row is dear, all others free
+    assert machine.best_count([0.9] * 7) == 7
+    assert machine.best_count([0.9] * 7, looks_ahead=False) == 0
+    free = RoundCosts(0.0, [(1, 1.0), (2, 1.0)])
+    assert free.best_count([0.9] * 7, looks_ahead=False) == 7
+
+
 # Exact all the same
 
 
@@ -102,16 +110,23 @@ def test_greedy_output_is_plain_output(name, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", AUTO)
-def test_sampled_sequences_follow_the_law_of_the_target(pair, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "options", "warp"),
+    [
+        ("chain", {}, temperature(1.0)),
+        ("chain", {"repetition_penalty": 1.8}, repetition(1.8)),
+        ("tree", {}, temperature(1.0)),
+    ],
+)
+def test_sampled_sequences_follow_the_law_of_the_target(pair, monkeypatch, kind, options, warp):
     target, draft = pair
     costing(monkeypatch, per_row=0.3)
     drafting(draft, **AUTO[kind])
     try:
-        counts = sampled_counts(target, draft, top_k=0)
+        counts = sampled_counts(target, draft, top_k=0, **options)
     finally:
         drafting(draft, assistant_confidence_threshold=None, tree_budget=None)
-    assert p_value(counts, enumerated_law(target, temperature(1.0))) > 1e-3
+    assert p_value(counts, enumerated_law(target, warp)) > 1e-3
 
 
 # Measured

@@ -9,7 +9,7 @@ from conftest import COMMON
 from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from transformers_dflash import DFlashDraftConfig, DFlashDraftModel, candidate_generator, decoding
+from transformers_dflash import DFlashDraftConfig, DFlashDraftModel, candidate_generator, decoding, verification
 
 VOCAB, LENGTH, DRAWS = 5, 4, 1200
 PROMPT = torch.tensor([[1, 2]])
@@ -121,16 +121,29 @@ def no_residual(p, _q, _candidate):
     return p
 
 
+def weights_that_grow(p_x, q_x):
+    """A fault: a prefix that the target likes more than the draft does is weighted above 1."""
+    return torch.cat([p_x.new_ones(1), (p_x / q_x).cumprod(0)])
+
+
+def no_weights(p_x, q_x):
+    """A fault: each candidate is weighted by itself, whatever stands before it."""
+    return torch.cat([p_x.new_ones(1), (p_x / q_x).clamp(max=1)])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["wrong-q", "no-residual"])
+@pytest.mark.parametrize("fault", ["wrong-q", "no-residual", "weights-that-grow", "no-weights"])
 def test_a_broken_verification_is_seen(pair, monkeypatch, fault):
     """Negative controls: with a known fault the same test must fail."""
     target, draft = pair
     if fault == "wrong-q":
         monkeypatch.setattr(candidate_generator.DFlashCandidateGenerator, "_pick", picks_greedily)
-    else:
-        monkeypatch.setattr("transformers_dflash.verification.residual", no_residual)
+    elif fault == "no-residual":
+        monkeypatch.setattr(verification, "residual", no_residual)
         monkeypatch.setattr(decoding, "residual", no_residual)
+    else:
+        weights = weights_that_grow if fault == "weights-that-grow" else no_weights
+        monkeypatch.setattr(verification, "block_weights", weights)
     counts = sampled_counts(target, draft, top_k=0)
     assert p_value(counts, enumerated_law(target, temperature(1.0))) < 1e-3
 

@@ -287,7 +287,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self.confidence_threshold not in (None, AUTO):
             count = int((confidence >= self.confidence_threshold).sum(1).max())
         if self.costs is not None:
-            count = min(count, self.costs.best_count(confidence.sum(0).tolist(), len(confidence)))
+            # Where a place's law depends on the tokens drawn before it, later confidences tell of a candidate itself,
+            # and to keep or leave it by them would bend the output.
+            drawn_apart = self.config.selector_rank is None and all(map(all_row_wise, self.logits_processors))
+            gains = confidence.sum(0).tolist()
+            count = min(count, self.costs.best_count(gains, len(confidence), drawn_apart or not self.do_sample))
         return count
 
     def _num_candidates(self, rows: list[torch.Tensor], max_candidates: int | None) -> int:

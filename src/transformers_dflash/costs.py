@@ -57,18 +57,22 @@ class RoundCosts:
         (low, fast), (high, slow) = self.verifying[following - 1], self.verifying[following]
         return self.drafting + max(0.0, fast + (slow - fast) * (rows - low) / (high - low))
 
-    def best_count(self, gains: Sequence[float], sequences: int = 1) -> int:
+    def best_count(self, gains: Sequence[float], sequences: int = 1, looks_ahead: bool = True) -> int:
         """How many candidates give the most tokens per second.
 
         Args:
             gains: what each further candidate, of all sequences together, adds to the expected number of tokens.
             sequences: that are verified in one forward.
+            looks_ahead: whether a candidate may stay for the sake of later ones; else the first one that lowers the
+                rate is the end, so that whether a candidate stays depends on no gain after its own.
         """
         expected = float(sequences)  # the target's own tokens
         rates = [expected / self.seconds(sequences)]
         for count, gain in enumerate(gains, start=1):
             expected += gain
             rates.append(expected / self.seconds(sequences * (count + 1)))
+            if not looks_ahead and rates[-1] < rates[-2]:
+                break
         return rates.index(max(rates))
 
 

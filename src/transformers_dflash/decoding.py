@@ -34,7 +34,7 @@ from .processors import all_row_wise, for_row, process_rows
 from .rollback import Rollback, takes_ragged_rows
 from .target import Target, checked_cache
 from .tree import DraftTree, tree_inputs, why_no_tree
-from .verification import acceptance_probability, match_greedily, residual, sample_speculatively
+from .verification import acceptance_probability, match_greedily, residual, sample_block
 
 logger = logging.get_logger(__name__)
 # The target's inputs that have one entry per token, on their last axis.
@@ -174,11 +174,11 @@ class Verifier:
         candidates = input_ids[0, length:]  # (k,)
         scores = process_rows(self.processors, input_ids[:, :1], logits.float())
         if self.do_sample:
-            accepted, following = sample_speculatively(candidates, scores.softmax(-1), q)
+            accepted, following = sample_block(candidates, scores.softmax(-1), q)
         else:
             choices = scores.argmax(-1)  # (k + 1,)
             accepted = match_greedily(candidates, choices)
-            following = choices[accepted]
+            following = choices.take(accepted)
         *tokens, count, last = torch.cat([candidates, accepted[None], following[None]]).tolist()  # the one sync
         for place in range(count):
             yield tokens[place], True, scores[place]

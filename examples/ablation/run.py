@@ -89,13 +89,13 @@ def main() -> None:
     parser.add_argument("--mask-token-id", type=int, required=True)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--documents", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=4, help="documents of one step")
-    parser.add_argument("--anchors", type=int, default=64, help="blocks of one document")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--documents", type=int, default=320)
+    parser.add_argument("--batch", type=int, default=2, help="documents of one step")
+    parser.add_argument("--anchors", type=int, default=32, help="blocks of one document")
     parser.add_argument("--new-tokens", type=int, default=128, help="the most tokens of a held-out answer")
     parser.add_argument("--block-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of target and arithmetic"
     )

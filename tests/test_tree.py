@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import DFLASH2
 from test_decoding import stateless_draft_logits
+from test_dflash2 import randomized
 from test_sampling import DRAWS, PROMPT, enumerated_law, p_value, sampled_counts, temperature
 from test_sampling import pair as pair  # a fixture
 from transformers import (
@@ -26,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from transformers_dflash import DFlashCandidateGenerator, DFlashDraftModel, decoding, tree
+from transformers_dflash import DFlashCandidateGenerator, DFlashDraftConfig, DFlashDraftModel, decoding, tree
 from transformers_dflash.rollback import Rollback
 from transformers_dflash.tree import DraftTree, best_first_tree
 
@@ -48,31 +49,82 @@ def prefix_of(tree: DraftTree, node: int) -> tuple[int, ...]:
     return (*(prefix_of(tree, parent - 1) if parent else ()), tree.tokens[node])
 
 
-laws = st.lists(
-    st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4).map(
-        lambda row: sorted((math.log(x / sum(row)) for x in row), reverse=True)
-    ),
-    min_size=0,
-    max_size=4,
-)
-
-
 @settings(max_examples=200, deadline=None)
-@given(laws, st.integers(1, 40), st.sampled_from([-math.inf, -1.5, -0.1]))
-def test_the_nodes_are_the_likeliest_prefixes(log_probs, budget, least):
-    ids = [[10 * place + rank for rank in range(len(row))] for place, row in enumerate(log_probs)]
-    chosen = best_first_tree(log_probs, ids, budget, least)
+@given(st.data(), st.integers(0, 4), st.integers(1, 40), st.sampled_from([-math.inf, -1.5, -0.1]), st.booleans())
+def test_the_nodes_are_the_likeliest_prefixes(data, num_places, budget, least, depends):
+    """Of laws that depend on the place alone, and on the token before it too."""
+    drawn = {}
+    anchor, vocabulary = 7, [0, 1, 2]
+    weights = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3)
+    for place in range(num_places):
+        shared = data.draw(weights)
+        for before in vocabulary if place else [anchor]:
+            row = data.draw(weights) if depends else shared
+            drawn[place, before] = {token: math.log(x / sum(row)) for token, x in enumerate(row)}
+    asked = []
+
+    def law(place, before):
+        asked.append((place, before))
+        ranked = sorted(vocabulary, key=lambda token: -drawn[place, before][token])
+        return [drawn[place, before][token] for token in ranked], ranked
+
+    chosen = best_first_tree(law, anchor, num_places, budget, least)
     every = {}
-    for depth in range(1, len(log_probs) + 1):
-        for ranks in itertools.product(*(range(len(row)) for row in log_probs[:depth])):
-            prefix = tuple(ids[place][rank] for place, rank in enumerate(ranks))
-            every[prefix] = sum(log_probs[place][rank] for place, rank in enumerate(ranks))
+    for depth in range(1, num_places + 1):
+        for prefix in itertools.product(vocabulary, repeat=depth):
+            befores = (anchor, *prefix)
+            every[prefix] = sum(drawn[place, befores[place]][token] for place, token in enumerate(prefix))
     best = sorted((score for score in every.values() if score >= least - 1e-9), reverse=True)[:budget]
     prefixes = [prefix_of(chosen, node) for node in range(len(chosen))]
     assert len(set(prefixes)) == len(prefixes)
     assert [every[prefix] for prefix in prefixes] == pytest.approx(best, abs=1e-6)
+    assert chosen.probabilities == pytest.approx([math.exp(score) for score in best], abs=1e-6)
     assert all(parent <= node for node, parent in enumerate(chosen.parents))
     assert chosen.depths == [len(prefix) for prefix in prefixes]
+    assert len(asked) <= 1 + len(chosen)
+
+
+@pytest.mark.parametrize("options", [{}, {"suppress_tokens": [3, 4, 5, 9]}], ids=["bare", "processed"])
+def test_with_a_selector_the_nodes_are_the_likeliest_prefixes_by_its_scores(target, options, monkeypatch):
+    """Against every prefix's probability, scored token by token over the whole vocabulary."""
+    draft = randomized(make_draft(target, **DFLASH2))
+    draft.generation_config.num_assistant_tokens = 3
+    logits, seen = [], []
+    head = DFlashCandidateGenerator._logits
+    monkeypatch.setattr(
+        DFlashCandidateGenerator,
+        "_logits",
+        lambda self, hidden: logits.append((hidden, head(self, hidden))) or logits[-1][1],
+    )
+    monkeypatch.setattr(
+        decoding.Verifier,
+        "commit_tree",
+        lambda self, ids, tree, out, whole=decoding.Verifier.commit_tree: (
+            seen.append((ids, tree)) or whole(self, ids, tree, out)
+        ),
+    )
+    answer = greedy(target, prompt(9), **options)
+    assert torch.equal(greedy(target, prompt(9), draft, 25, **options), answer)
+    checked = 0
+    for (ids, chosen), (hidden, block_logits) in zip(seen, logits, strict=False):
+        if len(chosen) < 25:
+            continue
+        every = {(): 0.0}
+        for place in range(hidden.shape[1]):
+            for prefix in [prefix for prefix in every if len(prefix) == place]:
+                before = torch.tensor([prefix[-1] if prefix else int(ids[0, -1])])
+                scores = draft.candidate_selector.score(block_logits[0, place, None], hidden[0, place, None], before)
+                scores[0, options.get("suppress_tokens", [])] = -math.inf
+                law = scores[0].log_softmax(-1).tolist()
+                every |= {
+                    (*prefix, token): every[prefix] + value for token, value in enumerate(law) if value > -math.inf
+                }
+        best = sorted((math.exp(value) for prefix, value in every.items() if prefix), reverse=True)[:25]
+        assert chosen.probabilities == pytest.approx(best, abs=1e-5)
+        prefixes = [prefix_of(chosen, node) for node in range(len(chosen))]
+        assert [math.exp(every[prefix]) for prefix in prefixes] == pytest.approx(best, abs=1e-5)
+        checked += 1
+    assert checked >= 4
 
 
 def test_a_node_sees_its_ancestors_and_itself():
@@ -255,9 +307,12 @@ def test_a_threshold_leaves_unlikely_nodes_out(target, draft):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "cold", "one-by-one"])
+@pytest.mark.parametrize("case", ["plain", "cold", "one-by-one", "selector"])
 def test_sampled_sequences_follow_the_law_of_the_target(pair, case, monkeypatch):
     target, draft = pair
+    if case == "selector":
+        sizes = {"selector_rank": 4, "selector_top_k": 3}
+        draft = randomized(DFlashDraftModel(DFlashDraftConfig(**draft.config.to_dict() | sizes)).eval())
     value = 0.5 if case == "cold" else 1.0
     if case == "one-by-one":
         monkeypatch.setattr(decoding, "all_row_wise", lambda _processors: False)
@@ -376,12 +431,6 @@ def test_a_cache_that_knows_no_windows_gets_chains(targets, name, warnings):
     assert "not made for its config" in warnings[0]
 
 
-def test_a_draft_with_a_selector_gets_chains(target, warnings):
-    draft = make_draft(target, **DFLASH2)
-    assert torch.equal(greedy(target, prompt(9), draft, 20), greedy(target, prompt(9)))
-    assert "depend on each other" in warnings[0]
-
-
 def test_a_target_is_probed_once(target, draft, monkeypatch):
     monkeypatch.setattr(tree, "_takes_trees", type(tree._takes_trees)())
     probes = []
@@ -424,7 +473,7 @@ def test_the_budget_is_saved_with_the_draft_and_checked(target, draft, tmp_path)
         prompt(9), assistant_model=loaded, do_sample=False, max_new_tokens=9, return_dict_in_generate=True
     ).speculation
     assert statistics.drafted > draft.config.num_candidates * statistics.rounds
-    for wrong in (0, -1, 2.5, "many", True):
+    for wrong in (0, -1, 2.5, "many", True, 1_000_000):
         with pytest.raises(ValueError, match="tree_budget .* is no number of nodes"):
             greedy(target, prompt(9), draft, wrong)
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .costs import MOST_ROWS, RoundCosts
 from .modeling_dflash import DFlashDraftModel
 from .processors import all_row_wise, for_draft, process_rows
 from .target import TapRecorder, Target, block_embeds, draft_logits
-from .tree import DraftTree, best_first_tree
+from .tree import MOST_NODES, DraftTree, Law, best_first_tree
 
 AUTO = "auto"  # of a threshold or tree budget: as much as is worth its cost on this machine
 
@@ -50,10 +51,10 @@ def check_drafting_options(threshold: Any, tree_budget: Any) -> None:
             f"assistant_confidence_threshold {threshold!r} of the draft's generation_config is no probability: set a "
             f"number from 0 to 1, {AUTO!r}, or None for whole blocks"
         )
-    if tree_budget not in (None, AUTO) and (type(tree_budget) is not int or tree_budget < 1):
+    if tree_budget not in (None, AUTO) and (type(tree_budget) is not int or not 1 <= tree_budget <= MOST_NODES):
         raise ValueError(
-            f"tree_budget {tree_budget!r} of the draft's generation_config is no number of nodes: set a positive "
-            f"integer, {AUTO!r}, or None for chains"
+            f"tree_budget {tree_budget!r} of the draft's generation_config is no number of nodes: set an integer from "
+            f"1 to {MOST_NODES}, {AUTO!r}, or None for chains"
         )
 
 
@@ -165,8 +166,6 @@ class DFlashCandidateGenerator(CandidateGenerator):
         """Why this draft cannot give a tree of candidates; None if it can."""
         if len(self.logits_processors) > 1:
             return "there is more than one sequence"
-        if self.config.selector_rank is not None:
-            return "the places of this draft's blocks depend on each other"
         if not all_row_wise(self.logits_processors[0]):
             return "a logits processor looks at the tokens before"
         return None
@@ -271,15 +270,52 @@ class DFlashCandidateGenerator(CandidateGenerator):
         k = self._num_candidates([ids], max_candidates)
         if k <= 0:
             return DraftTree()
-        logits = self._logits(self._draft(ids[:, -1:], k))[0].to(ids.device, torch.float32)  # (k, V)
-        law = process_rows(self.logits_processors[0], ids[:, -1:], logits).log_softmax(-1)
+        hidden = self._draft(ids[:, -1:], k)  # (1, k, H)
+        logits = self._logits(hidden)[0].to(ids.device, torch.float32)  # (k, V)
         budget = MOST_ROWS if self.tree_budget == AUTO else self.tree_budget
         budget = budget if max_candidates is None else min(budget, max_candidates)
-        best = law.topk(min(budget, law.shape[1]))  # (k, m)
         threshold = 0.0 if self.confidence_threshold in (None, AUTO) else self.confidence_threshold
         least = math.log(threshold) if threshold > 0 else -math.inf
-        tree = best_first_tree(best.values.tolist(), best.indices.tolist(), budget, least)
+        law = self._law(self.logits_processors[0], ids[:, -1:], logits, hidden[0], budget)
+        tree = best_first_tree(law, int(ids[0, -1]), k, budget, least)
         return tree if self.costs is None else tree.first(self.costs.best_count(tree.probabilities))
+
+    def _law(
+        self,
+        processors: LogitsProcessorList,
+        anchor: torch.Tensor,
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        budget: int,
+    ) -> Law:
+        """The law of each place of a row's block.
+
+        Args:
+            anchor: `(1, 1)`.
+            logits: `(k, V)` float32.
+            hidden: `(k, H)`.
+            budget: how many tokens of a place may be asked for.
+        """
+        if self.config.selector_rank is None:
+            law = process_rows(processors, anchor, logits).log_softmax(-1)
+            best = law.topk(min(budget, law.shape[1]))  # (k, m)
+            log_probs, tokens = best.values.tolist(), best.indices.tolist()
+            return lambda place, _before: (log_probs[place], tokens[place])
+        candidates, scores = self.draft.candidate_selector.score_pairs(logits, hidden, anchor[0])  # (k, K), (k, K, K)
+        tokens = candidates.tolist()
+        if not len(processors):
+            scores = scores.cpu()  # at once, since small reads of an accelerator are slow
+
+        @cache
+        def law_after(place: int, before: int) -> tuple[list[float], list[int]]:
+            own = scores[place, tokens[place - 1].index(before) if place else 0]  # (K,)
+            if len(processors):  # they take rows of the whole vocabulary
+                row = torch.full_like(logits[:1], -math.inf).scatter(1, candidates[place, None], own[None])
+                own = process_rows(processors, anchor, row)[0, candidates[place]]
+            best = own.log_softmax(-1).sort(descending=True)
+            return best.values.tolist(), [tokens[place][rank] for rank in best.indices.tolist()]
+
+        return law_after
 
     def _worthwhile(self, confidence: torch.Tensor) -> int:
         """Where to cut the rows' chains, by the product `(b, k)` of the confidences up to each place."""

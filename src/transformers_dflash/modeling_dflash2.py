@@ -86,5 +86,28 @@ class CandidateSelector(nn.Module):
         follows = (successors * context[:, None]).sum(-1).to(logits.device, logits.dtype)  # (b, K)
         return torch.full_like(logits, float("-inf")).scatter(-1, candidates, best + follows)
 
+    def score_pairs(
+        self, logits: torch.Tensor, hidden_states: torch.Tensor, anchor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Selector scores of each slot's K best tokens after each of the K best of the slot before.
+
+        Args:
+            logits: `(k, V)` float32, of a block's slots.
+            hidden_states: `(k, H)`.
+            anchor: `(1,)`, the one token before the first slot.
+
+        Returns:
+            The K best tokens `(k, K)`, and scores `(k, K, K)` float32: slot, token before, token. All tokens before
+            the first slot are the anchor.
+        """
+        device = self.predecessor_codebook.device
+        best, candidates = logits.topk(self.top_k, dim=-1)  # (k, K)
+        previous = torch.cat([anchor.expand(1, self.top_k), candidates[:-1]])  # (k, K)
+        projected = self.hidden_projection(hidden_states)[:, None]  # (k, 1, r)
+        context = F.embedding(previous.to(device), self.predecessor_codebook) * projected  # (k, K, r)
+        successors = F.embedding(candidates.to(device), self.successor_codebook)  # (k, K, r)
+        follows = (context @ successors.mT).to(logits.device, logits.dtype)  # (k, K, K)
+        return candidates, best[:, None] + follows
+
 
 __all__ = ["CandidateSelector", "GroupedDynamicCausalConv"]

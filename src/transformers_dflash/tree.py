@@ -1,15 +1,16 @@
 """Verifying a tree of candidates in place of one chain, with the draft as it is (DDTree, arXiv 2604.12989).
 
-One drafting pass gives a law for every place of a block, and the places do not depend on each other. So every prefix
-of tokens has a probability, the product of its tokens', and a heap finds the likeliest prefixes. They form a tree: a
-prefix is never likelier than the one that it extends. The target verifies anchor and nodes in one forward, each node
-seeing its ancestors alone, and the output follows the target's own choices down the tree. Which nodes there are was
-decided before the target chose anything, so the target's law is kept at any temperature.
+One drafting pass gives a law for every place of a block: of the place alone, or, with the selector of a DFlash 2
+draft, of the place and the token before it. So every prefix of tokens has a probability, the product of its tokens',
+and a heap finds the likeliest prefixes. They form a tree: a prefix is never likelier than the one that it extends. The
+target verifies anchor and nodes in one forward, each node seeing its ancestors alone, and the output follows the
+target's own choices down the tree. Which nodes there are was decided before the target chose anything, so the target's
+law is kept at any temperature.
 """
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,11 +19,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+MOST_NODES = 1024  # the target's mask, and the work on it, grow by the square of their number
 _MASKED_BY_ARGUMENT = ("eager", "sdpa")  # attention implementations that take any mask
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # They make windows of their own, which count rows of a block where a tree's depth should count.
 _OWN_WINDOWS = {"gpt_neo"}
 _takes_trees: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
+
+# Of a place of the block and the token before it: descending log-probabilities, and the tokens that they belong to.
+Law = Callable[[int, int], tuple[Sequence[float], Sequence[int]]]
 
 
 @dataclass
@@ -66,34 +71,40 @@ class DraftTree:
         return torch.tensor(seen)
 
 
-def best_first_tree(
-    log_probs: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], budget: int, least: float = -math.inf
-) -> DraftTree:
+def best_first_tree(law: Law, anchor: int, num_places: int, budget: int, least: float = -math.inf) -> DraftTree:
     """The `budget` likeliest prefixes.
 
     Args:
-        log_probs: `K` rows of descending log-probabilities, one row for each place of the block.
-        token_ids: the tokens that they belong to.
+        law: asked only for what may follow a prefix that is taken.
+        anchor: the token before the first place.
+        num_places: of the block.
         budget: at most so many nodes.
         least: log-probability under which a prefix is left out.
     """
     tree = DraftTree()
     # Of a prefix that is taken, the next are its first extension and its next sibling: all others come after these.
-    heap = [(-log_probs[0][0], 0, 0, 0)] if log_probs else []  # (-log-probability, parent's row, depth - 1, rank)
-    reached = [0.0]  # log-probability of each row's prefix
+    heap: list[tuple[float, int, int]] = []  # (-log-probability, parent's row, rank)
+    rows: list[tuple[float, Sequence[float], Sequence[int]]] = []  # a prefix's log-probability, and what may follow it
+
+    def extend(token: int, depth: int, reached: float) -> None:
+        log_probs, token_ids = law(depth, token) if depth < num_places else ((), ())
+        if log_probs:
+            heapq.heappush(heap, (-(reached + log_probs[0]), len(rows), 0))
+        rows.append((reached, log_probs, token_ids))
+
+    extend(anchor, 0, 0.0)
     while heap and len(tree) < budget:
-        cost, parent, place, rank = heapq.heappop(heap)
+        cost, parent, rank = heapq.heappop(heap)
         if -cost < least or cost == math.inf:
             break
-        tree.tokens.append(token_ids[place][rank])
+        reached, log_probs, token_ids = rows[parent]
+        tree.tokens.append(token_ids[rank])
         tree.parents.append(parent)
-        tree.depths.append(place + 1)
+        tree.depths.append(tree.depths[parent - 1] + 1 if parent else 1)
         tree.probabilities.append(math.exp(-cost))
-        reached.append(-cost)
-        if rank + 1 < len(log_probs[place]):
-            heapq.heappush(heap, (-(reached[parent] + log_probs[place][rank + 1]), parent, place, rank + 1))
-        if place + 1 < len(log_probs):
-            heapq.heappush(heap, (cost - log_probs[place + 1][0], len(tree), place + 1, 0))
+        if rank + 1 < len(log_probs):
+            heapq.heappush(heap, (-(reached + log_probs[rank + 1]), parent, rank + 1))
+        extend(tree.tokens[-1], tree.depths[-1], -cost)
     return tree
 
 
@@ -215,4 +226,4 @@ def _verifies_a_small_tree(model: PreTrainedModel, cache_name: str) -> bool:
     return bool((off < tolerated).all())
 
 
-__all__ = ["DraftTree", "best_first_tree", "tree_inputs", "why_no_tree"]
+__all__ = ["MOST_NODES", "DraftTree", "Law", "best_first_tree", "tree_inputs", "why_no_tree"]

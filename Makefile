@@ -57,7 +57,7 @@ endef
 	@touch $@
 
 demo: .venv/.demo
-	.venv/bin/transformers-dflash generate --compare --tree-budget 12 --assistant-confidence-threshold 0.02 < /dev/null
+	.venv/bin/transformers-dflash generate --compare --tree-budget auto < /dev/null
 
 # The tests run on two processes of one thread each. What needs other environments has targets of its own.
 ALL := not peers and not browser

@@ -127,6 +127,12 @@ def test_with_a_selector_the_nodes_are_the_likeliest_prefixes_by_its_scores(targ
     assert checked >= 4
 
 
+def test_a_place_whose_tokens_are_all_forbidden_ends_the_tree():
+    laws = [([-0.1, -3.0], [4, 5]), ([math.nan, math.nan], [4, 5])]
+    chosen = best_first_tree(lambda place, _before: laws[place], anchor=3, num_places=2, budget=20)
+    assert (chosen.tokens, chosen.depths) == ([4, 5], [1, 1])
+
+
 def test_a_node_sees_its_ancestors_and_itself():
     chosen = DraftTree(tokens=[5, 6, 7, 8], parents=[0, 0, 1, 3], depths=[1, 1, 2, 3])
     assert chosen.ancestors().int().tolist() == [

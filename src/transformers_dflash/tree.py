@@ -88,21 +88,21 @@ def best_first_tree(law: Law, anchor: int, num_places: int, budget: int, least: 
 
     def extend(token: int, depth: int, reached: float) -> None:
         log_probs, token_ids = law(depth, token) if depth < num_places else ((), ())
-        if log_probs:
+        if log_probs and log_probs[0] > -math.inf:  # nan, and so left out, where processors forbid all tokens
             heapq.heappush(heap, (-(reached + log_probs[0]), len(rows), 0))
         rows.append((reached, log_probs, token_ids))
 
     extend(anchor, 0, 0.0)
     while heap and len(tree) < budget:
         cost, parent, rank = heapq.heappop(heap)
-        if -cost < least or cost == math.inf:
+        if -cost < least:
             break
         reached, log_probs, token_ids = rows[parent]
         tree.tokens.append(token_ids[rank])
         tree.parents.append(parent)
         tree.depths.append(tree.depths[parent - 1] + 1 if parent else 1)
         tree.probabilities.append(math.exp(-cost))
-        if rank + 1 < len(log_probs):
+        if rank + 1 < len(log_probs) and log_probs[rank + 1] > -math.inf:
             heapq.heappush(heap, (-(reached + log_probs[rank + 1]), parent, rank + 1))
         extend(tree.tokens[-1], tree.depths[-1], -cost)
     return tree

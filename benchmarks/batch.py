@@ -7,18 +7,11 @@ Prompts are held-out GSM8K questions, as in `decode.py`.
 """
 
 import argparse
-import json
-import platform
+import copy
 import time
-from pathlib import Path
 
+import example
 import torch
-import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-
-from transformers_dflash.cli import find_example
-
-HERE = Path(__file__).parent
 
 
 def main() -> None:
@@ -26,23 +19,17 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    example.add_options(parser)
     arguments = parser.parse_args()
-
-    folder, file, draft_folder = find_example()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, padding_side="left")
-    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=arguments.dtype)
-    draft = AutoModel.from_pretrained(draft_folder, dtype=arguments.dtype)
-    questions = [json.loads(line)["question"] for line in (HERE / "gsm8k_heldout.jsonl").open()]
-    chats = [[{"role": "user", "content": question}] for question in questions[: arguments.prompts]]
+    tokenizer, target, draft = example.load(arguments.dtype)
+    chats = [[{"role": "user", "content": question}] for question in example.questions(count=arguments.prompts)]
 
     def batches(size: int) -> list[dict[str, torch.Tensor]]:
         parts = [chats[start : start + size] for start in range(0, len(chats), size)]
         options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
         return [dict(tokenizer.apply_chat_template(part, **options)) for part in parts]
 
-    auto = AutoModel.from_pretrained(draft_folder, dtype=arguments.dtype)
+    auto = copy.deepcopy(draft)
     auto.generation_config.assistant_confidence_threshold = "auto"
     methods = {
         "plain generate": None,
@@ -73,14 +60,12 @@ def main() -> None:
     print(
         f"\nNew tokens per second. SmolLM2-135M-Instruct in {arguments.dtype}, block {draft.config.block_size}, "
         f"greedy, {len(chats)} held-out GSM8K questions, up to {arguments.new_tokens} new tokens;\n"
-        f"{torch.get_num_threads()} threads of a {platform.machine()} CPU, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}.\n"
+        f"{example.machine()}.\n"
         f"Command: `python benchmarks/batch.py --sizes {' '.join(map(str, arguments.sizes))} --prompts {len(chats)} "
         f"--new-tokens {arguments.new_tokens} --dtype {arguments.dtype}`"
     )
-    if arguments.json:
-        figures = {name: {size: speeds[name, size] for size in arguments.sizes} for name in methods}
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = {name: {size: speeds[name, size] for size in arguments.sizes} for name in methods}
+    example.write(figures, arguments.json)
 
 
 if __name__ == "__main__":

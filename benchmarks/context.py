@@ -7,22 +7,15 @@ and by plain generate. The prefill does not count, but the draft's first round d
 """
 
 import argparse
-import json
-import platform
 import statistics
 import time
-from pathlib import Path
 
+import example
 import torch
-import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from transformers_dflash.cli import find_example
 from transformers_dflash.costs import floor_seconds
 from transformers_dflash.target import Target
-
-HERE = Path(__file__).parent
 
 
 class Stopwatch(BaseStreamer):
@@ -44,16 +37,10 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    example.add_options(parser)
     arguments = parser.parse_args()
-
-    folder, file, draft_folder = find_example()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=arguments.dtype)
-    draft = AutoModel.from_pretrained(draft_folder, dtype=arguments.dtype)
-    questions = [json.loads(line)["question"] for line in (HERE / "gsm8k_heldout.jsonl").open()]
-    text = tokenizer("\n\n".join(questions * 8), return_tensors="pt")["input_ids"]
+    tokenizer, target, draft = example.load(arguments.dtype)
+    text = tokenizer("\n\n".join(example.questions() * 8), return_tensors="pt")["input_ids"]
     options = {"do_sample": False, "max_new_tokens": arguments.new_tokens, "eos_token_id": None}
 
     def run(ids: torch.Tensor, **more) -> tuple[float, int]:
@@ -91,13 +78,11 @@ def main() -> None:
         print(f"| {length} | " + " | ".join(f"{1000 * cell:.2f}" for cell in [*cells, own["plain token"]]) + " |")
     print(
         f"\nMedians of {arguments.repeats}. SmolLM2-135M-Instruct in {arguments.dtype}, block "
-        f"{draft.config.block_size}, greedy, {arguments.new_tokens} new tokens; {torch.get_num_threads()} threads of "
-        f"a {platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n"
+        f"{draft.config.block_size}, greedy, {arguments.new_tokens} new tokens; {example.machine()}.\n"
         f"Command: `python benchmarks/context.py --lengths {' '.join(map(str, arguments.lengths))} --new-tokens "
         f"{arguments.new_tokens} --dtype {arguments.dtype}`"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    example.write(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,16 @@ category of Spec-Bench (Xia et al., arXiv 2401.07851, Apache 2.0 licence).
 """
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import example
 import torch
-import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-import transformers_dflash
-from transformers_dflash.cli import find_example
 from transformers_dflash.costs import floor_seconds
 from transformers_dflash.target import Target
 
-HERE = Path(__file__).parent
 SETS = ("gsm8k", "humaneval", "specbench")
 PLAIN = "plain generate"
 CHAIN = "transformers-dflash, whole blocks"
@@ -40,7 +33,7 @@ OURS: dict[str, dict] = {
 }
 
 
-def zlab_method(target, draft_folder: Path, new_tokens: int) -> Callable | None:
+def zlab_method(target, draft_folder: str, new_tokens: int) -> Callable | None:
     """z-lab's own loop on the same folder, if the package `dflash` is installed."""
     try:
         from dflash.model import DFlashDraftModel
@@ -120,21 +113,15 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--prompts", type=int, default=12, help="of each set")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    example.add_options(parser)
     arguments = parser.parse_args()
-
-    folder, file, draft_folder = find_example()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=arguments.dtype)
-    draft = AutoModel.from_pretrained(draft_folder, dtype=arguments.dtype)
+    tokenizer, target, draft = example.load(arguments.dtype)
 
     def prompts(name: str) -> list[torch.Tensor]:
-        questions = [json.loads(line)["question"] for line in (HERE / f"{name}_heldout.jsonl").open()]
         chat = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         return [
             tokenizer.apply_chat_template([{"role": "user", "content": question}], **chat)["input_ids"]
-            for question in questions[: arguments.prompts]
+            for question in example.questions(name, arguments.prompts)
         ]
 
     options = {"do_sample": False, "max_new_tokens": arguments.new_tokens}
@@ -160,7 +147,7 @@ def main() -> None:
             ids, assistant_model=draft, speculation_type="dflash", **options
         ),
     }
-    if (zlab := zlab_method(target, draft_folder, arguments.new_tokens)) is not None:
+    if (zlab := zlab_method(target, draft.name_or_path, arguments.new_tokens)) is not None:
         methods["z-lab dflash"] = zlab
 
     def floor(ids: torch.Tensor) -> float:
@@ -177,14 +164,11 @@ def main() -> None:
     print(
         "τ is a mean over prompts, every ratio a median of ratios prompt by prompt. SmolLM2-135M-Instruct in "
         f"{arguments.dtype}, block {draft.config.block_size}, greedy, batch 1, {arguments.prompts} held-out prompts "
-        f"of each set, up to {arguments.new_tokens} new tokens; {torch.get_num_threads()} threads of a "
-        f"{platform.machine()} CPU, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"transformers-dflash {transformers_dflash.__version__}.\n"
+        f"of each set, up to {arguments.new_tokens} new tokens; {example.machine()}.\n"
         f"Command: `python benchmarks/decode.py --data {' '.join(arguments.data)} --prompts {arguments.prompts} "
         f"--new-tokens {arguments.new_tokens} --dtype {arguments.dtype}`"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    example.write(results, arguments.json)
 
 
 if __name__ == "__main__":

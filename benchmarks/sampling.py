@@ -9,19 +9,14 @@ test questions (Cobbe et al., arXiv 2110.14168, MIT licence), which the draft wa
 """
 
 import argparse
-import json
 from pathlib import Path
 
+import example
 import torch
-import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-import transformers_dflash
 from transformers_dflash import decoding
-from transformers_dflash.cli import find_example
 from transformers_dflash.verification import acceptance_probability, prefix_probabilities, sample_block
 
-HERE = Path(__file__).parent
 TEMPERATURES = (0.6, 1.0)
 DRAFT_SHARES = (1.0, 0.7, 0.4, None)  # of the target's temperature; None drafts the likeliest tokens
 
@@ -47,13 +42,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
 
-    folder, file, draft_folder = find_example()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, padding_side="left")
-    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    draft = AutoModel.from_pretrained(draft_folder, dtype=torch.float32)
-    questions = [json.loads(line)["question"] for line in (HERE / "gsm8k_heldout.jsonl").open()]
+    tokenizer, target, draft = example.load("float32")
     inputs = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": question}] for question in questions[: arguments.prompts]],
+        [[{"role": "user", "content": question}] for question in example.questions(count=arguments.prompts)],
         add_generation_prompt=True,
         padding=True,
         return_tensors="pt",
@@ -98,14 +89,12 @@ def main() -> None:
         results.append({"temperature": temperature, "draft_share": share, "figures": figures, "rounds": len(values)})
     print(
         f"\nSmolLM2-135M-Instruct in float32, block {draft.config.block_size}, {len(inputs['input_ids'])} held-out "
-        f"GSM8K questions, {arguments.seeds} seeds, up to {arguments.new_tokens} new tokens; torch "
-        f"{torch.__version__}, transformers {transformers.__version__}, transformers-dflash "
-        f"{transformers_dflash.__version__}.\n"
+        f"GSM8K questions, {arguments.seeds} seeds, up to {arguments.new_tokens} new tokens; "
+        f"{example.versions()}.\n"
         f"Command: `python benchmarks/sampling.py --prompts {arguments.prompts} --new-tokens {arguments.new_tokens} "
         f"--seeds {arguments.seeds}`"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    example.write(results, arguments.json)
 
 
 if __name__ == "__main__":

@@ -108,9 +108,8 @@ def main() -> None:
     documents = [one for one in read_documents(options.data, tokenizer, 2048) if mask not in one.ids]
     documents, held_out = documents[: options.documents], documents[-16:]
     configs = {arm: make_config(target, arm, options.block_size, mask) for arm in ARMS}
-    union = sorted(
-        {layer for config in configs.values() for layer in config.target_layer_ids}
-    )  # whatever arms run now
+    # Of all arms, so that the features serve whatever arms run now or later.
+    union = sorted({layer for config in configs.values() for layer in config.target_layer_ids})
     store = FeatureStore.build(options.output / "features", documents, target, union)
 
     # On a CPU what else runs there would count, were it not for the processor's own time.

@@ -242,12 +242,11 @@ class DFlashCandidateGenerator(CandidateGenerator):
         hidden = self._draft(torch.cat([ids[:, -1:] for ids in rows]), k)  # (b, k, H)
         # float32 as in plain generate: besides, argmax over half precision takes twice as long on a CPU.
         logits = self._logits(hidden).to(rows[0].device, torch.float32)  # (b, k, V)
-        selects = self.config.selector_rank is not None
         chosen, scores = [], []
         for row, ids in enumerate(rows):
             processors = self.logits_processors[row]
-            if selects or not all_row_wise(processors):
-                tokens, law = self._choose_one_by_one(processors, ids, logits[row], hidden[row] if selects else None)
+            if self._places_depend(processors):
+                tokens, law = self._choose_one_by_one(processors, ids, logits[row], hidden[row])
             else:
                 law = process_rows(processors, ids[:, -1:], logits[row])
                 tokens = self._pick(law).T  # (1, k)
@@ -325,10 +324,14 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if self.costs is not None:
             # Where a place's law depends on the tokens drawn before it, later confidences tell of a candidate itself,
             # and to keep or leave it by them would bend the output.
-            drawn_apart = self.config.selector_rank is None and all(map(all_row_wise, self.logits_processors))
+            looks_ahead = not (self.do_sample and any(map(self._places_depend, self.logits_processors)))
             gains = confidence.sum(0).tolist()
-            count = min(count, self.costs.best_count(gains, len(confidence), drawn_apart or not self.do_sample))
+            count = min(count, self.costs.best_count(gains, len(confidence), looks_ahead))
         return count
+
+    def _places_depend(self, processors: LogitsProcessorList) -> bool:
+        """Whether the law of a row's place depends on the tokens chosen before it."""
+        return self.config.selector_rank is not None or not all_row_wise(processors)
 
     def _num_candidates(self, rows: list[torch.Tensor], max_candidates: int | None) -> int:
         """The most candidates in a row that the draft, the budget of new tokens and the caller allow."""
@@ -385,21 +388,21 @@ class DFlashCandidateGenerator(CandidateGenerator):
         processors: LogitsProcessorList,
         ids: torch.Tensor,
         logits: torch.Tensor,
-        hidden: torch.Tensor | None,
+        hidden: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose a row's candidates from left to right, each place seeing the tokens before it.
 
         Args:
             ids: `(1, n)`.
             logits: `(k, V)`.
-            hidden: `(k, H)` for the draft's selector; None where it has none.
+            hidden: `(k, H)`, for the draft's selector if it has one.
 
         Returns:
             The candidates `(1, k)`, and the processed logits `(k, V)`.
         """
         length, rows = ids.shape[1], []
         for place, row in enumerate(logits[:, None]):  # (1, V)
-            if hidden is not None:
+            if self.config.selector_rank is not None:
                 row = self.draft.candidate_selector.score(row, hidden[place : place + 1], ids[:, -1])
             rows.append(processors(ids, row) if len(processors) else row)
             ids = torch.cat([ids, self._pick(rows[-1])], dim=1)

@@ -119,15 +119,19 @@ def set_drafting_options(draft: DFlashDraftModel, options: argparse.Namespace) -
             setattr(draft.generation_config, name, getattr(options, name))
 
 
+def add_loading_options(add: Callable[..., Any]) -> None:
+    add("--gguf-file", metavar="FILE", help="GGUF file inside the target's folder")
+    dtypes = "default bfloat16, on a CPU that computes it slowly float32; auto: as the target was saved"
+    add("--dtype", choices=DTYPES, help=dtypes)
+    add("--device", metavar="NAME", help="as torch names it; by default the accelerator if there is one, else cpu")
+
+
 def add_one_prompt_options(parser: argparse.ArgumentParser) -> None:
     """Models, a prompt and how it is answered."""
     add = parser.add_argument_group("models").add_argument
     add("--target", metavar="NAME", help="folder or Hub id of the target")
     add("--draft", metavar="NAME", help="folder or Hub id of the draft that was trained for this target")
-    add("--gguf-file", metavar="FILE", help="GGUF file inside the target's folder")
-    dtypes = "default bfloat16, on a CPU that computes it slowly float32; auto: as the target was saved"
-    add("--dtype", choices=DTYPES, help=dtypes)
-    add("--device", metavar="NAME", help="as torch names it; by default the accelerator if there is one, else cpu")
+    add_loading_options(add)
 
     prompt = parser.add_argument_group("prompt (read from stdin if that is a pipe or a file)")
     source = prompt.add_mutually_exclusive_group()
@@ -159,7 +163,7 @@ def build_parser() -> Parser:
 
     about = "Answer one prompt and print where the time of its rounds goes, beside bare forwards of both models."
     profile = commands.add_parser("profile", help="where the time of a round goes", description=about)
-    profile.set_defaults(run=profile_command)
+    profile.set_defaults(run=in_one_sentence(profile_command))
     add_one_prompt_options(profile)
 
     commands.add_parser("train", help="train a draft", add_help=False).set_defaults(run=run_training)
@@ -171,10 +175,7 @@ def build_parser() -> Parser:
     add = evaluate.add_argument_group("models (default: the example)").add_argument
     add("--target", metavar="NAME", help="folder or Hub id of the target")
     add("--draft", metavar="NAME", action="append", help="folder or Hub id of a draft for it; may be repeated")
-    add("--gguf-file", metavar="FILE", help="GGUF file inside the target's folder")
-    dtypes = "default bfloat16, on a CPU that computes it slowly float32; auto: as the target was saved"
-    add("--dtype", choices=DTYPES, help=dtypes)
-    add("--device", metavar="NAME", help="as torch names it; by default the accelerator if there is one, else cpu")
+    add_loading_options(add)
 
     add = evaluate.add_argument_group("prompts").add_argument
     sets = "builtin, gsm8k, math500, humaneval, mbpp, mt-bench, alpaca, spec-bench, or a JSONL or parquet file"
@@ -288,10 +289,7 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Any, DFlashDraftModel, st
 def profile_command(options: argparse.Namespace) -> int:
     target, _, draft, _, arguments = prepare(options)
     torch.manual_seed(torch.seed() if options.seed is None else options.seed)
-    try:
-        print(Profile.of(target, draft, max_new_tokens=options.max_new_tokens, **arguments))
-    except ValueError as error:  # refused by generate or by the draft, in a sentence
-        raise BadInput(one_line(error)) from error
+    print(Profile.of(target, draft, max_new_tokens=options.max_new_tokens, **arguments))
     return 0
 
 

@@ -100,9 +100,8 @@ def floor_seconds(
         model(input_ids=ids, **cache, **last_alone)
     features = taps.take()[:, -new_per_round:]
     taps.close()
-    block = torch.full((1, config.block_size), config.mask_token_id, device=ids.device)
+    block, embeds = _empty_block(target, draft)
     context, length = draft.make_cache(), ids.shape[1] - new_per_round
-    embeds = block_embeds(draft, target, block).to(draft.device, draft.dtype)
     nothing = features.new_zeros(1, length, features.shape[2])
     draft(embeds, nothing, torch.arange(length + config.block_size, device=draft.device)[None], cache=context)
     verifying, drafting = [], []
@@ -153,18 +152,16 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _drafting_seconds(target: Target, draft: DFlashDraftModel) -> float:
-    config = draft.config
-    ids = torch.full((1, config.block_size), config.mask_token_id, device=target.model.device)
-    features = torch.zeros(
-        1,
-        2,
-        len(config.target_layer_ids) * config.target_hidden_size,
-        device=draft.device,
-        dtype=draft.dtype,
-    )
-
-    embeds = block_embeds(draft, target, ids).to(draft.device, draft.dtype)
+    _, embeds = _empty_block(target, draft)
+    features = embeds.new_zeros(1, 2, len(draft.config.target_layer_ids) * draft.config.target_hidden_size)
     return _shortest(lambda: _drafted(target, draft, embeds, features, None, draft.make_cache()))
+
+
+def _empty_block(target: Target, draft: DFlashDraftModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids `(1, B)` of a block of masks, and their embeddings `(1, B, H)` as the draft takes them."""
+    config = draft.config
+    block = torch.full((1, config.block_size), config.mask_token_id, device=target.model.device)
+    return block, block_embeds(draft, target, block).to(draft.device, draft.dtype)
 
 
 def _shortest(run: Callable[[], torch.Tensor]) -> float:

@@ -381,8 +381,9 @@ def dflash_decoding(
         grows_trees = generator.tree_budget is not None and _takes_trees(
             model, generator, rows[0].ids, cache_name, generation_config, model_kwargs
         )
-        num_rows = generator.max_candidates + 1
-        compiled = compiled_forward(model, generator.taps, num_rows, generation_config, model_kwargs, rollback)
+        compiled = compiled_forward(
+            model, generator.taps, generator.max_candidates + 1, generation_config, model_kwargs, rollback
+        )
         active = rows
         while going := [i for i, row in enumerate(active) if not row.verifier.finished]:
             if len(going) < len(active):
@@ -403,8 +404,7 @@ def dflash_decoding(
             rollback.before_block()
             fits = compiled is not None and tree is None and longest >= compiled.num_rows - 1
             num_rows = compiled.num_rows if fits else k + 1
-            block_ids = _rectangle([row.ids for row in active], candidates)
-            block_ids = torch.cat([block_ids, block_ids[:, -1:].expand(-1, num_rows - k - 1)], dim=1)
+            block_ids = _rectangle([row.ids for row in active], F.pad(candidates, (0, num_rows - k - 1)))
             grown = _grown(model, ModelOutput(), model_kwargs, num_rows - 1)
             inputs = _block_inputs(model, block_ids, num_rows - 1, grown)
             if batch_size > 1 and inputs.get("position_ids") is None:  # rows that lag would get those of the longest

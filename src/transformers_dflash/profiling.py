@@ -53,23 +53,23 @@ class Profile:
         return cls(seconds, new_tokens, speculation, *floor, RoundCosts.of(view, draft))
 
     def __str__(self) -> str:
-        spoken, rounds = self.speculation, max(1, self.speculation.forwards)
+        spoken = self.speculation
         parts = {
             "drafting": spoken.drafting_seconds,
             "verifying": spoken.verifying_seconds,
             "rolling back": spoken.rolling_back_seconds,
         }
-        other = self.seconds - spoken.prefill_seconds - sum(parts.values())
-        round_seconds = spoken.seconds_per_forward
+        rounds, rounds_took, round_seconds = max(1, spoken.forwards), sum(parts.values()), spoken.seconds_per_forward
         floors = {"drafting": self.drafting_floor, "verifying": self.verifying_floor}
         lines = [
             f"{self.new_tokens} tokens in {self.seconds:.2f} s: prefill {_ms(spoken.prefill_seconds)}, "
-            f"{spoken.forwards} rounds {_ms(sum(parts.values()))}, around them {_ms(other)}",
+            f"{spoken.forwards} rounds {_ms(rounds_took)}, "
+            f"around them {_ms(self.seconds - spoken.prefill_seconds - rounds_took)}",
             "",
             f"{'a round':<14}{'ms':>8}{'share':>8}{'bare ms':>10}",
         ]
         for name, seconds in parts.items():
-            share = seconds / max(sum(parts.values()), 1e-9)
+            share = seconds / max(rounds_took, 1e-9)
             bare = f"{1000 * floors[name]:10.2f}" if name in floors else ""
             lines.append(f"{name:<14}{1000 * seconds / rounds:8.2f}{share:8.0%}{bare}")
         floor = sum(floors.values())

@@ -104,7 +104,8 @@ def best_first_tree(law: Law, anchor: int, num_places: int, budget: int, least: 
         tree.probabilities.append(math.exp(-cost))
         if rank + 1 < len(log_probs) and log_probs[rank + 1] > -math.inf:
             heapq.heappush(heap, (-(reached + log_probs[rank + 1]), parent, rank + 1))
-        extend(tree.tokens[-1], tree.depths[-1], -cost)
+        if len(tree) < budget:  # a law may be dear to ask for
+            extend(tree.tokens[-1], tree.depths[-1], -cost)
     return tree
 
 

@@ -29,12 +29,11 @@ from ..rows import append_rows, chat_ids, whole_lines
 from .measures import first_difference
 from .page import render_html
 from .prompts import digest, read_prompts
-from .report import build_report, comparison, flat_settings, read_report, table
+from .report import TIMES, build_report, comparison, flat_settings, read_report, table
 
 PLAIN = "plain"  # the method without a draft
 WARM_UP_TOKENS = 8
 COUNTS = ("drafted_by_round", "accepted_by_round", "acceptance_lengths")
-TIMES = ("prefill_seconds", "drafting_seconds", "verifying_seconds", "rolling_back_seconds")
 
 Key = tuple[str, int, str]  # data set, place of the prompt in it, method
 
@@ -210,7 +209,7 @@ class Evaluation:
         token_ids = out.sequences[0, len(ids) :].tolist()  # waits for the device
         answer = {"seconds": time.perf_counter() - start, "prompt_tokens": len(ids), "token_ids": token_ids}
         if draft is not None:
-            answer |= {name: getattr(out.speculation, name) for name in (*COUNTS, *TIMES)}
+            answer |= {name: getattr(out.speculation, name) for name in (*COUNTS, *TIMES.values())}
         return answer
 
     def _gaps(

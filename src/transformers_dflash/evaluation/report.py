@@ -21,7 +21,14 @@ from typing import Any
 from .measures import acceptance_length, acceptance_rates, losslessness, speedup
 
 Entry = dict[str, Any]
-PARTS = ("prefill", "drafting", "verifying", "rolling back", "other")
+# The parts of an answer's time, and what an answer calls them.
+TIMES = {
+    "prefill": "prefill_seconds",
+    "drafting": "drafting_seconds",
+    "verifying": "verifying_seconds",
+    "rolling back": "rolling_back_seconds",
+}
+PARTS = (*TIMES, "other")
 COMPARED = ("acceptance_length", "speedup", "tokens_per_second")
 MISSING = "–"
 
@@ -97,8 +104,7 @@ def summarise(answers: list[Entry], plain: list[Entry] | None, block_size: int) 
         plain_seconds, plain_tokens = [row["seconds"] for row in plain], [len(row["token_ids"]) for row in plain]
         values["plain_tokens_per_second"] = sum(plain_tokens) / sum(plain_seconds)
         values |= speedup(plain_seconds, plain_tokens, seconds, tokens)
-    columns = {part: f"{part.replace(' ', '_')}_seconds" for part in PARTS[:-1]}
-    shares = {part: sum(row[column] for row in answers) / sum(seconds) for part, column in columns.items()}
+    shares = {part: sum(row[column] for row in answers) / sum(seconds) for part, column in TIMES.items()}
     values["time_shares"] = shares | {"other": 1 - sum(shares.values())}
     return values
 

@@ -238,17 +238,8 @@ def with_adapters(draft: DFlashDraftModel, rank: int) -> Any:
     from peft import LoraConfig, get_peft_model  # an extra
 
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    whole = [
-        "fc",
-        "hidden_norm",
-        "tap_norm",
-        "norm",
-        "input_layernorm",
-        "post_attention_layernorm",
-        "q_norm",
-        "k_norm",
-    ]
-    whole += ["attention_conv", "mlp_conv", "candidate_selector", "lm_head"]
+    whole = ["fc", "hidden_norm", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"]
+    whole += ["tap_norm", "attention_conv", "mlp_conv", "candidate_selector", "lm_head"]
     names = {name.rpartition(".")[2] for name, _ in draft.named_modules()}
     return get_peft_model(
         draft,

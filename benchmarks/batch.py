@@ -29,12 +29,14 @@ def main() -> None:
         options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
         return [dict(tokenizer.apply_chat_template(part, **options)) for part in parts]
 
-    auto = copy.deepcopy(draft)
-    auto.generation_config.assistant_confidence_threshold = "auto"
+    cut, tree = copy.deepcopy(draft), copy.deepcopy(draft)
+    cut.generation_config.assistant_confidence_threshold = "auto"
+    tree.generation_config.tree_budget = "auto"
     methods = {
         "plain generate": None,
         "transformers-dflash, whole blocks": draft,
-        'transformers-dflash, assistant_confidence_threshold="auto"': auto,
+        'transformers-dflash, assistant_confidence_threshold="auto"': cut,
+        'transformers-dflash, tree_budget="auto"': tree,
     }
     tokens = {(name, size): 0 for name in methods for size in arguments.sizes}
     seconds = dict.fromkeys(tokens, 0.0)

@@ -180,11 +180,13 @@ def test_outputs_of_a_batch(target):
     assert drafted.past_key_values is None
 
 
+@pytest.mark.parametrize("budget", [None, 5], ids=["chains", "trees"])
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_sampled_rows_follow_the_targets_law(temperature):
+def test_sampled_rows_follow_the_targets_law(temperature, budget):
     """Rows of one batch against the exactly enumerated law of two tokens; a wrong law must fail."""
     target = make_target("llama")
     draft = make_draft(target, block_size=3)
+    draft.generation_config.tree_budget = budget
     ids = prompt(5, 3)
     options = {"do_sample": True, "temperature": temperature, "top_k": 4, "max_new_tokens": 3}
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from conftest import CACHE, COMMON, FAMILIES, VOCAB, make_draft, make_target, pr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import DFLASH2
+from test_batch import LENGTHS, batch
 from test_decoding import stateless_draft_logits
 from test_dflash2 import randomized
 from test_sampling import DRAWS, PROMPT, enumerated_law, p_value, sampled_counts, temperature
@@ -32,13 +33,13 @@ from transformers_dflash.rollback import Rollback
 from transformers_dflash.tree import DraftTree, best_first_tree
 
 NEW_TOKENS = 40
+GREEDY = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
 
 
 def greedy(target, ids, draft=None, budget=None, **options):
     if draft is not None:
         draft.generation_config.tree_budget = budget
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None} | options
-    return target.generate(ids, assistant_model=draft, **options)
+    return target.generate(ids, assistant_model=draft, **GREEDY | options)
 
 
 # Which nodes
@@ -159,8 +160,10 @@ def test_greedy_output_is_plain_output(name, implementation, monkeypatch):
     draft, ids = make_draft(target), prompt(20)
     answer = greedy(target, ids)
     kept = []
-    original = Rollback.after_tree
-    monkeypatch.setattr(Rollback, "after_tree", lambda self, n, rows: (kept.append(rows), original(self, n, rows))[1])
+    original = Rollback.straighten
+    monkeypatch.setattr(
+        Rollback, "straighten", lambda self, n, path: (kept.append(path[0].tolist()), original(self, n, path))[1]
+    )
     for budget in (1, 5, 40):
         out = greedy(target, ids, draft, budget, return_dict_in_generate=True)
         assert torch.equal(out.sequences, answer)
@@ -174,21 +177,25 @@ def test_greedy_output_is_plain_output(name, implementation, monkeypatch):
         assert kept[-2] == [2 * place for place in range(num_right + 1)]
 
 
-def plant(monkeypatch, answer, num_right, original=DFlashCandidateGenerator.draft_tree):
-    """Trees in which so many tokens of `answer (1, n)` follow each other, each after a wrong sibling."""
+def plant(monkeypatch, answers, *num_right, original=DFlashCandidateGenerator.draft_trees):
+    """Trees in which so many tokens of a row of `answers (b, n)` follow each other, each after a wrong sibling."""
 
-    def draft_tree(self, ids, max_candidates=None):
-        original(self, ids, max_candidates)  # the draft runs all the same
-        depth = min(num_right, self._num_candidates([ids], max_candidates))
-        right = answer[0, ids.shape[1] :].tolist()[:depth]
-        tree = DraftTree()
-        for place, token in enumerate(right):
-            tree.tokens += [(token + 1) % VOCAB, token]
-            tree.parents += [2 * place] * 2
-            tree.depths += [place + 1] * 2
-        return tree
+    def draft_trees(self, rows, max_candidates=None):
+        original(self, rows, max_candidates)  # the draft runs all the same
+        trees = []
+        for ids in rows:
+            which = next(i for i, answer in enumerate(answers) if torch.equal(answer[: ids.shape[1]], ids[0]))
+            depth = min(num_right[which], self._num_candidates(rows, max_candidates))
+            tree = DraftTree()
+            for place, token in enumerate(answers[which, ids.shape[1] :].tolist()[:depth]):
+                tree.tokens += [(token + 1) % VOCAB, token]
+                tree.parents += [2 * place] * 2
+                tree.depths += [place + 1] * 2
+                tree.probabilities += [0.5, 0.4]
+            trees.append(tree)
+        return trees
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "draft_tree", draft_tree)
+    monkeypatch.setattr(DFlashCandidateGenerator, "draft_trees", draft_trees)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -198,18 +205,18 @@ def test_draft_logits_of_every_round_equal_a_stateless_recompute(targets, name, 
     draft, ids = make_draft(target), prompt(9)
     rounds = []
     plant(monkeypatch, greedy(target, ids), 3)
-    original = DFlashCandidateGenerator.draft_tree
+    original = DFlashCandidateGenerator.draft_trees
     logits = DFlashCandidateGenerator._logits
 
-    def draft_tree(self, ids, max_candidates=None):
-        rounds.append([ids])
-        return original(self, ids, max_candidates)
+    def draft_trees(self, rows, max_candidates=None):
+        rounds.append([rows[0]])
+        return original(self, rows, max_candidates)
 
     def noted(self, hidden):
         rounds[-1].append(logits(self, hidden)[0])
         return rounds[-1][1][None]
 
-    monkeypatch.setattr(DFlashCandidateGenerator, "draft_tree", draft_tree)
+    monkeypatch.setattr(DFlashCandidateGenerator, "draft_trees", draft_trees)
     monkeypatch.setattr(DFlashCandidateGenerator, "_logits", noted)
     out = greedy(target, ids, draft, 30, return_dict_in_generate=True)
     assert out.speculation.acceptance_length > 3
@@ -217,6 +224,73 @@ def test_draft_logits_of_every_round_equal_a_stateless_recompute(targets, name, 
         for ids, drafted in (one for one in rounds if len(one) == 2):
             expected = stateless_draft_logits(target, draft, ids, len(drafted))
             torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=1e-4)
+
+
+# Batches
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_row_of_a_batch_gets_its_tree(name, implementation):
+    """Past the sliding window, from padded prompts, with rows that end early."""
+    if (name, implementation) == ("gpt_oss", "sdpa"):
+        pytest.skip("its attention has sinks, which sdpa does not know")
+    target = make_target(name)
+    target.set_attn_implementation(implementation)
+    draft, inputs = make_draft(target), batch()
+    for options in ({}, {"eos_token_id": list(range(8)), "pad_token_id": 0}):
+        plain = target.generate(**inputs, **GREEDY | options)
+        for budget in (1, 5, 40):
+            draft.generation_config.tree_budget = budget
+            out = target.generate(**inputs, assistant_model=draft, return_dict_in_generate=True, **GREEDY | options)
+            assert torch.equal(out.sequences, plain)
+    assert out.speculation.drafted > out.speculation.rounds * draft.config.num_candidates
+
+
+@pytest.mark.parametrize("counts", [(0, 3, 5), (5, 0, 0), (1, 1, 1), (4, 5, 2)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_go_their_own_ways_down_their_trees(targets, name, counts, monkeypatch):
+    """What a row keeps is what its own way went through, and its draft's logits are those of the row alone."""
+    target, inputs = targets[name], batch()
+    draft, rounds = make_draft(target, sliding_window=5), []
+    plain = target.generate(**inputs, **GREEDY)
+    plant(monkeypatch, plain, *counts)
+    drafting, logits = DFlashCandidateGenerator.draft_trees, DFlashCandidateGenerator._logits
+
+    def draft_trees(self, rows, max_candidates=None):
+        rounds.append([rows])
+        return drafting(self, rows, max_candidates)
+
+    def noted(self, hidden):
+        rounds[-1].append(logits(self, hidden))
+        return rounds[-1][1]
+
+    monkeypatch.setattr(DFlashCandidateGenerator, "draft_trees", draft_trees)
+    monkeypatch.setattr(DFlashCandidateGenerator, "_logits", noted)
+    draft.generation_config.tree_budget = 30
+    out = target.generate(**inputs, assistant_model=draft, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(out.sequences, plain)
+    for row, lengths in enumerate(out.speculation.acceptance_lengths_by_sequence):
+        assert set(lengths[:-1]) == {counts[row] + 1}
+    checked = 0
+    for rows, block in (one for one in rounds if len(one) == 2):
+        for ids, own in zip(rows, block, strict=True):
+            which = next(i for i, whole in enumerate(plain) if torch.equal(whole[: ids.shape[1]], ids[0]))
+            kept = ids[:, inputs["input_ids"].shape[1] - LENGTHS[which] :]
+            expected = stateless_draft_logits(target, draft, kept, len(own))
+            torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-3)
+            checked += 1
+    assert checked >= 10
+
+
+def test_a_rows_own_laws_shape_its_tree(target, draft, monkeypatch):
+    """Rows of a batch with processors that tell them apart: with another's, no node could be right."""
+    inputs = batch()
+    options = GREEDY | {"prefix_allowed_tokens_fn": lambda row, _ids: [3 + row, 9 + row, 15 + row]}
+    draft.generation_config.tree_budget = 40
+    out = target.generate(**inputs, assistant_model=draft, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, target.generate(**inputs, **options))
+    assert out.speculation.acceptance_length > 1.5
 
 
 def test_cache_after_generate_is_that_of_plain_generate(targets):
@@ -417,7 +491,6 @@ def test_targets_that_cannot_take_a_tree_get_chains_and_say_so(make, reason, war
         ({"cache_implementation": "static"}, "StaticLayer"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "attentions or hidden states"),
         ({"sequence_bias": {(3, 4): 1.0}}, "looks at the tokens before"),
-        ({"num_return_sequences": 2, "do_sample": True, "top_k": 1}, "more than one sequence"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -164,22 +165,22 @@ class DFlashCandidateGenerator(CandidateGenerator):
     @property
     def why_no_tree(self) -> str | None:
         """Why this draft cannot give a tree of candidates; None if it can."""
-        if len(self.logits_processors) > 1:
-            return "there is more than one sequence"
-        if not all_row_wise(self.logits_processors[0]):
+        if not all(map(all_row_wise, self.logits_processors)):
             return "a logits processor looks at the tokens before"
         return None
 
-    def commit(self, num_tokens: list[int], num_rows: int, block_rows: list[int] | None = None) -> None:
+    def commit(self, num_tokens: list[int], num_rows: int, path: torch.Tensor | None = None) -> None:
         """Take over the features of each row's first `num_tokens` in a block: of its anchor and what was accepted.
 
         Args:
             num_tokens: of each sequence.
             num_rows: the block's; the target may have run over all tokens before it too.
-            block_rows: of a tree, the block's rows that these are.
+            path: `(b, max(num_tokens))`, of trees, which of the block's rows these are.
         """
         new = self.taps.take()[:, -num_rows:]
-        self._append(new[:, : max(num_tokens)] if block_rows is None else new[:, block_rows], num_tokens)
+        if path is not None:
+            new = new.take_along_dim(path.to(new.device)[:, :, None], dim=1)
+        self._append(new[:, : max(num_tokens)], num_tokens)
         self.next_positions = [a + b for a, b in zip(self.next_positions, num_tokens, strict=True)]
 
     def _append(self, new: torch.Tensor, counts: list[int]) -> None:
@@ -260,24 +261,31 @@ class DFlashCandidateGenerator(CandidateGenerator):
         return candidates, [law[:k] for law in scores] if self.do_sample else None
 
     @torch.no_grad()
-    def draft_tree(self, ids: torch.Tensor, max_candidates: int | None = None) -> DraftTree:
-        """Draft the likeliest continuations of `ids (1, n)`, whose last token is the anchor, as a tree.
+    def draft_trees(self, rows: list[torch.Tensor], max_candidates: int | None = None) -> list[DraftTree]:
+        """Draft the likeliest continuations of every row of the batch, as a tree each.
 
         Args:
-            max_candidates: as in `get_candidates`; of the whole tree.
+            rows: as in `draft_rows`.
+            max_candidates: as in `get_candidates`; of a whole tree.
         """
-        k = self._num_candidates([ids], max_candidates)
+        k = self._num_candidates(rows, max_candidates)
         if k <= 0:
-            return DraftTree()
-        hidden = self._draft(ids[:, -1:], k)  # (1, k, H)
-        logits = self._logits(hidden)[0].to(ids.device, torch.float32)  # (k, V)
+            return [DraftTree() for _ in rows]
+        hidden = self._draft(torch.cat([ids[:, -1:] for ids in rows]), k)  # (b, k, H)
+        logits = self._logits(hidden).to(rows[0].device, torch.float32)  # (b, k, V)
         budget = MOST_ROWS if self.tree_budget == AUTO else self.tree_budget
         budget = budget if max_candidates is None else min(budget, max_candidates)
         threshold = 0.0 if self.confidence_threshold in (None, AUTO) else self.confidence_threshold
         least = math.log(threshold) if threshold > 0 else -math.inf
-        law = self._law(self.logits_processors[0], ids[:, -1:], logits, hidden[0], budget)
-        tree = best_first_tree(law, int(ids[0, -1]), k, budget, least)
-        return tree if self.costs is None else tree.first(self.costs.best_count(tree.probabilities))
+        trees = []
+        for row, ids in enumerate(rows):
+            law = self._law(self.logits_processors[row], ids[:, -1:], logits[row], hidden[row], budget)
+            trees.append(best_first_tree(law, int(ids[0, -1]), k, budget, least))
+        if self.costs is None:
+            return trees
+        gains = [sum(nth) for nth in zip_longest(*(tree.probabilities for tree in trees), fillvalue=0.0)]
+        count = self.costs.best_count(gains, len(trees))
+        return [tree.first(count) for tree in trees]
 
     def _law(
         self,

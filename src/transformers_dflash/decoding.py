@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -379,7 +380,7 @@ def dflash_decoding(
         statistics.prefill_seconds = time.perf_counter() - clock
 
         grows_trees = generator.tree_budget is not None and _takes_trees(
-            model, generator, rows[0].ids, cache_name, generation_config, model_kwargs
+            model, generator, _rectangle([row.ids for row in rows]), cache_name, generation_config, model_kwargs
         )
         compiled = compiled_forward(
             model, generator.taps, generator.max_candidates + 1, generation_config, model_kwargs, rollback
@@ -393,18 +394,21 @@ def dflash_decoding(
                 model_kwargs = _selected(model_kwargs, going)
             clock = time.perf_counter()
             longest = _longest_draft(generator, cache, cached_length)
-            tree = generator.draft_tree(active[0].ids, longest) if grows_trees else None
-            if tree is None:
-                candidates, draft_logits = generator.draft_rows([row.ids for row in active], longest)
+            ids = [row.ids for row in active]
+            trees = generator.draft_trees(ids, longest) if grows_trees else None
+            if trees is None:
+                candidates, draft_logits = generator.draft_rows(ids, longest)
             else:
-                candidates, draft_logits = input_ids.new_tensor([tree.tokens]), None
+                most = max(map(len, trees))
+                padded = [tree.padded(most) for tree in trees]
+                candidates, draft_logits = input_ids.new_tensor([tree.tokens for tree in padded]), None
             k = candidates.shape[1]
             drafted = time.perf_counter()
 
             rollback.before_block()
-            fits = compiled is not None and tree is None and longest >= compiled.num_rows - 1
+            fits = compiled is not None and trees is None and longest >= compiled.num_rows - 1
             num_rows = compiled.num_rows if fits else k + 1
-            block_ids = _rectangle([row.ids for row in active], F.pad(candidates, (0, num_rows - k - 1)))
+            block_ids = _rectangle(ids, F.pad(candidates, (0, num_rows - k - 1)))
             grown = _grown(model, ModelOutput(), model_kwargs, num_rows - 1)
             inputs = _block_inputs(model, block_ids, num_rows - 1, grown)
             if batch_size > 1 and inputs.get("position_ids") is None:  # rows that lag would get those of the longest
@@ -412,8 +416,8 @@ def dflash_decoding(
                     f"{type(model).__name__} takes positions from its cache's length, which rows of a batch do not "
                     "share with a DFlash draft: call generate once per sequence"
                 )
-            if tree:  # without a node it is a single step, with inputs of its own
-                inputs = tree_inputs(model, cache, tree, cached_length, inputs)
+            if trees is not None and k:  # without a node it is a single step, with inputs of its own
+                inputs = tree_inputs(model, cache, padded, cached_length, inputs)
             if fits:
                 outputs = compiled(inputs)
             else:
@@ -424,35 +428,39 @@ def dflash_decoding(
             if anew:
                 cache = rollback.cache = outputs[cache_name]
                 rollback.begin()
-            committed, kept_rows = [], None
+            committed, paths = [], []
             for i, row in enumerate(active):
                 length = row.ids.shape[1]
-                if tree is None:
+                places, num_candidates = k, k
+                if trees is None:
                     q = None if draft_logits is None else draft_logits[i].softmax(-1)
                     block = torch.cat([row.ids, candidates[i : i + 1]], dim=1)
                     row.ids, accepted = row.verifier.commit(block, k, q, logits[i])
                 else:
-                    row.ids, kept_rows, accepted = row.verifier.commit_tree(row.ids, tree, logits[i])
+                    tree = trees[i]
+                    row.ids, taken, accepted = row.verifier.commit_tree(row.ids, tree, logits[i, : len(tree) + 1])
+                    paths.append(torch.tensor(taken))
+                    places, num_candidates = max(tree.depths, default=0), len(tree)
                 committed.append(row.ids.shape[1] - length)
                 row.acceptance_lengths.append(committed[-1])
                 if anew:
                     row.verifier.record.add_prefill(outputs)
                 else:
                     row.verifier.record.add_block(outputs, k + 1, committed[-1], cache)
-                places = k if tree is None else max(tree.depths, default=0)
-                statistics.add_round(k, places, committed[-1], accepted)
+                statistics.add_round(num_candidates, places, committed[-1], accepted)
             verified = time.perf_counter()
-            generator.commit(committed, num_rows, kept_rows)
+            if trees is None:
+                generator.commit(committed, num_rows)
+            else:
+                path = pad_sequence(paths, batch_first=True)  # (b, m), of the block's rows
+                generator.commit(committed, num_rows, path)
+                rollback.straighten(num_rows, path)
 
-            if kept_rows is not None:
-                rollback.after_tree(num_rows, kept_rows)
-                cached_length += committed[0]
-                model_kwargs = _grown(model, outputs, model_kwargs, committed[0])
-            elif len(set(committed)) == 1:
+            if len(set(committed)) == 1:
                 if rollback.after_block(num_rows, committed[0]):
                     again = _grown(model, ModelOutput(), model_kwargs, committed[0] - 1)
-                    ids = active[0].ids[:, :-1]
-                    model(**_block_inputs(model, ids, committed[0] - 1, again), return_dict=True)
+                    again_ids = active[0].ids[:, :-1]
+                    model(**_block_inputs(model, again_ids, committed[0] - 1, again), return_dict=True)
                 cached_length += committed[0]
                 model_kwargs = _grown(model, outputs, model_kwargs, committed[0])
             else:

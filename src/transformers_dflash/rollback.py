@@ -89,15 +89,19 @@ class Rollback:
             for recurrence in self.recurrences:
                 recurrence.recording = False
 
-    def after_tree(self, num_rows: int, kept: list[int]) -> None:
-        """Take all rows of a block of `num_rows` out but those `kept`, ascending, which move together."""
-        if kept != list(range(len(kept))):
-            for layer in self.layers:
-                if layer.is_initialized:  # else it shares another one's keys
-                    for states in (layer.keys, layer.values):
-                        tail = states[:, :, -num_rows:]
-                        tail[:, :, : len(kept)] = tail[:, :, kept]
-        self.after_block(num_rows, len(kept))
+    def straighten(self, num_rows: int, path: torch.Tensor) -> None:
+        """Move what a tree's path went through to the front of a block of `num_rows`, so that the block is a chain.
+
+        Args:
+            path: `(b, m)`, rows of the block.
+        """
+        if bool((path == torch.arange(path.shape[1])).all()):
+            return
+        for layer in self.layers:
+            if layer.is_initialized:  # else it shares another one's keys
+                for states in (layer.keys, layer.values):
+                    tail = states[:, :, -num_rows:]
+                    tail[:, :, : path.shape[1]] = take_columns(tail, path)
 
     def after_block(self, num_rows: int, num_committed: int) -> bool:
         """Take rejected rows out.

@@ -51,6 +51,16 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def padded(self, count: int) -> "DraftTree":
+        """The tree with children of the anchor added that nothing will choose, so that it has `count` nodes."""
+        missing = count - len(self)
+        return DraftTree(
+            self.tokens + [0] * missing,
+            self.parents + [0] * missing,
+            self.depths + [1] * missing,
+            self.probabilities + [0.0] * missing,
+        )
+
     def first(self, count: int) -> "DraftTree":
         """The tree of its first `count` nodes."""
         return DraftTree(self.tokens[:count], self.parents[:count], self.depths[:count], self.probabilities[:count])
@@ -110,21 +120,23 @@ def best_first_tree(law: Law, anchor: int, num_places: int, budget: int, least: 
 
 
 def tree_inputs(
-    model: PreTrainedModel, cache: Cache, tree: DraftTree, num_cached: int, inputs: dict[str, Any]
+    model: PreTrainedModel, cache: Cache, trees: list[DraftTree], num_cached: int, inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The target's inputs for anchor and nodes, from those that a chain of as many candidates would have.
+    """The target's inputs for anchors and nodes, from those that chains of as many candidates would have.
 
     Args:
         cache: the target's, before the block.
+        trees: of N nodes each, one for every row of the batch.
         num_cached: tokens that it holds.
-        inputs: `position_ids` `(1, N + 1)`, and an `attention_mask` `(1, num_cached + N + 1)` or none.
+        inputs: `position_ids` `(b, N + 1)`, and an `attention_mask` `(b, num_cached + N + 1)` or none.
     """
-    depths = torch.tensor([0, *tree.depths])
+    depths = torch.tensor([[0, *tree.depths] for tree in trees])  # (b, N + 1)
+    ancestors = torch.stack([tree.ancestors() for tree in trees])  # (b, N + 1, N + 1)
     mask = inputs.get("attention_mask")
-    kept = None if mask is None else mask[0, :num_cached] != 0  # (n,), False where the prompt has padding
+    kept = None if mask is None else mask[:, :num_cached].cpu() != 0  # (b, n), False where a row has padding
     masks = {
         "full_attention" if window is None else "sliding_attention": _as_argument(
-            model, _seen(tree.ancestors(), depths, num_cached, kept, window)
+            model, _seen(ancestors, depths, num_cached, kept, window)
         )
         for window in set(_windows(cache))
     }
@@ -138,19 +150,19 @@ def tree_inputs(
 def _seen(
     ancestors: torch.Tensor, depths: torch.Tensor, num_cached: int, kept: torch.Tensor | None, window: int | None
 ) -> torch.Tensor:
-    """Which keys each row of the block sees: bool `(N + 1, columns + N + 1)`, of the columns that a layer holds."""
+    """Which keys the rows of the blocks see: bool `(b, N + 1, columns + N + 1)`, of the columns that a layer holds."""
     held = num_cached if window is None else min(num_cached, window - 1)
-    context = torch.ones(len(depths), held, dtype=torch.bool)
+    context = torch.ones(*depths.shape, held, dtype=torch.bool)
     if kept is not None:
-        context &= kept[num_cached - held :].cpu()
+        context &= kept[:, None, num_cached - held :]
     if window is not None:
-        context &= depths[:, None] + held - torch.arange(held) < window
-        ancestors = ancestors & (depths[:, None] - depths < window)
-    return torch.cat([context, ancestors], dim=1)
+        context &= depths[:, :, None] + held - torch.arange(held) < window
+        ancestors = ancestors & (depths[:, :, None] - depths[:, None] < window)
+    return torch.cat([context, ancestors], dim=2)
 
 
 def _as_argument(model: PreTrainedModel, seen: torch.Tensor) -> torch.Tensor:
-    seen = seen[None, None].to(model.device)
+    seen = seen[:, None].to(model.device)  # (b, 1, N + 1, columns + N + 1)
     if model.config._attn_implementation == "sdpa":
         return seen
     least = torch.finfo(model.dtype).min
@@ -217,7 +229,7 @@ def _verifies_a_small_tree(model: PreTrainedModel, cache_name: str) -> bool:
         block = torch.tensor([[anchor, *tree.tokens]], device=model.device)
         start = len(prompt)
         positions = torch.arange(start, start + len(tree) + 1, device=model.device)[None]
-        inputs = tree_inputs(model, cache, tree, start, {"position_ids": positions})
+        inputs = tree_inputs(model, cache, [tree], start, {"position_ids": positions})
         got = model(input_ids=block, **inputs, **{cache_name: cache}).logits[0, 2:].float()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False

@@ -73,6 +73,7 @@ def test_sampling_from_the_anchor_gives_one_candidate_more(from_anchor, expected
 
 def test_from_target_takes_the_targets_shape_and_tokens(target):
     made = DFlashDraftConfig.from_target(target.config, MASK, target_layer_ids=[0, 3], block_size=4)
+    assert made.rope_parameters["rope_theta"] == target.config.rope_parameters["rope_theta"]
     for name in ("hidden_size", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(made, name) == getattr(target.config, name)
     assert made.num_target_layers == target.config.num_hidden_layers

@@ -323,7 +323,7 @@ class DFlashDraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_target(cls, target_config: PreTrainedConfig, mask_token_id: int, **overrides) -> "DFlashDraftConfig":
-        """The config of a new draft for a target: its width, vocabulary and special tokens, the default taps.
+        """The config of a new draft for a target: its width, rotary base, vocabulary and special tokens, default taps.
 
         Args:
             target_config: the target's config; the text part of it if it has several.
@@ -341,6 +341,9 @@ class DFlashDraftConfig(PreTrainedConfig):
         fields = {name: getattr(text, name) for name in same if name not in overrides}
         if "head_dim" not in overrides:  # of some families it differs by layer, and asking for it is an error
             fields["head_dim"] = getattr(text, "head_dim", None)  # not every family has the field
+        rope = getattr(text, "rope_parameters", None) or {}  # of some families one for each type of layer
+        if "rope_theta" in rope:
+            fields["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         fields |= {
             "num_target_layers": text.num_hidden_layers,
             "vocab_size": text.vocab_size,

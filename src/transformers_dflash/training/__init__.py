@@ -4,6 +4,7 @@ from ..rows import chat_ids, read_rows
 from .data import Document, encode
 from .features import FeatureStore, TargetFeatures
 from .objective import Objective
+from .start import start_from_target
 from .trainer import BlockDataset, DFlashTrainer, DFlashTrainingArguments
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "chat_ids",
     "encode",
     "read_rows",
+    "start_from_target",
 ]

@@ -19,6 +19,7 @@ from ..target import Target
 from .data import Document, encode
 from .features import FeatureStore, bytes_per_token
 from .regenerate import answer_by_server, answer_in_process, end_tokens, regenerate
+from .start import start_from_target
 from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, refuse_unfit_tokens, trainable
 
 PROGRAM = "transformers-dflash train"
@@ -200,7 +201,7 @@ def read_documents(source: str, tokenizer: Any, max_length: int, **template_opti
 def new_draft(
     options: TrainOptions, target: PreTrainedModel, tokenizer: Any, documents: Sequence[Document]
 ) -> DFlashDraftModel:
-    """An untrained draft for the target."""
+    """An untrained draft for the target, that starts with its last layers if it can."""
     mask = options.mask_token_id
     fields: dict[str, Any] = {"num_hidden_layers": options.num_layers, "block_size": options.block_size}
     fields |= {"context_injection": options.context_injection, "tap_norm": options.tap_norm}
@@ -211,8 +212,12 @@ def new_draft(
         fields["target_layer_ids"] = default_target_layer_ids(layers, options.num_taps)
     if mask is None:
         mask = unused_token(target, tokenizer, documents)
-    config = DFlashDraftConfig.from_target(target.config, mask, **fields)
-    return DFlashDraftModel(config)
+    draft = DFlashDraftModel(DFlashDraftConfig.from_target(target.config, mask, **fields))
+    if start_from_target(draft, target, torch.tensor([documents[0].ids])):
+        print("the new draft starts with the weights of the target's last layers", flush=True)
+    else:
+        print("the new draft starts with random weights, since its layers are not like the target's", flush=True)
+    return draft
 
 
 def unused_token(target: PreTrainedModel, tokenizer: Any, documents: Sequence[Document]) -> int:

@@ -373,14 +373,17 @@ def trained_weights(target, folder, documents, **options):
 @pytest.mark.parametrize("loss_type", ["kl", "dpace"])
 def test_accumulated_steps_equal_large_ones_whatever_the_documents_lengths(target, tmp_path, loss_type):
     documents = [document(length, 4, length) for length in (9, 30, 14, 50, 11, 23, 40, 7)]
-    options = {"max_steps": 2, "loss_type": loss_type, "anchors_per_document": 6}
+    # Without Adam, which makes whole steps of gradients that are nothing but rounding.
+    options = {"max_steps": 2, "loss_type": loss_type, "anchors_per_document": 6, "optim": "sgd", "learning_rate": 0.1}
     large, large_losses = trained_weights(target, tmp_path, documents, per_device_train_batch_size=4, **options)
     small, small_losses = trained_weights(
         target, tmp_path, documents, per_device_train_batch_size=1, gradient_accumulation_steps=4, **options
     )
     assert small_losses == pytest.approx(large_losses, rel=1e-4)
+    before = make_draft(target).state_dict()
+    assert max(float((large[name] - before[name]).abs().max()) for name in large) > 1e-2
     for name in large:
-        torch.testing.assert_close(small[name], large[name], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(small[name], large[name], atol=1e-5, rtol=1e-4)
 
 
 def test_training_from_stored_features_equals_training_with_the_target_in_the_loop(target, tmp_path):

@@ -22,6 +22,8 @@ def pair():
     small = COMMON | {"vocab_size": VOCAB, "num_hidden_layers": 1, "initializer_range": 0.3}
     target = LlamaForCausalLM(LlamaConfig(**small)).eval()
     fields = {"block_size": 3, "num_hidden_layers": 1, "target_layer_ids": [0], "initializer_range": 0.5}
+    # Another rotary base than the target's: the two must differ enough for the broken verifications below to show.
+    fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     draft = DFlashDraftModel(DFlashDraftConfig.from_target(target.config, VOCAB - 1, **fields)).eval()
     return target, draft
 

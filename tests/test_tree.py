@@ -283,7 +283,7 @@ def test_rows_go_their_own_ways_down_their_trees(targets, name, counts, monkeypa
     assert checked >= 10
 
 
-def test_a_rows_own_laws_shape_its_tree(target, draft, monkeypatch):
+def test_a_rows_own_laws_shape_its_tree(target, draft):
     """Rows of a batch with processors that tell them apart: with another's, no node could be right."""
     inputs = batch()
     options = GREEDY | {"prefix_allowed_tokens_fn": lambda row, _ids: [3 + row, 9 + row, 15 + row]}

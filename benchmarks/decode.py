@@ -1,5 +1,8 @@
 """Decoding speed, side by side in one process: plain generate, this package, Transformers' own path, z-lab's loop.
 
+The compiled methods have static caches. Every method answers the longest prompt once before the clock runs, which
+compiles them.
+
 Every method answers every prompt in turn, so that a machine whose speed drifts slows all of them alike; a speed is the
 median over prompts of new tokens per second of the whole call. The floor is the time of the bare forwards of a round:
 the target over a full block, and the draft with the target's head over its slots, at the same context lengths, nothing
@@ -17,6 +20,7 @@ from collections.abc import Callable
 
 import example
 import torch
+from transformers import CompileConfig
 
 from transformers_dflash.costs import floor_seconds
 from transformers_dflash.target import Target
@@ -24,12 +28,14 @@ from transformers_dflash.target import Target
 SETS = ("gsm8k", "humaneval", "specbench")
 PLAIN = "plain generate"
 CHAIN = "transformers-dflash, whole blocks"
+COMPILED_CHAIN = "transformers-dflash, whole blocks, compiled"
 NO_OPTIONS = {"tree_budget": None, "assistant_confidence_threshold": None}
 OURS: dict[str, dict] = {
     CHAIN: {},
     'transformers-dflash, assistant_confidence_threshold="auto"': {"assistant_confidence_threshold": "auto"},
     "transformers-dflash, tree_budget=12": {"tree_budget": 12},
     'transformers-dflash, tree_budget="auto"': {"tree_budget": "auto"},
+    COMPILED_CHAIN: {},
 }
 
 
@@ -125,13 +131,18 @@ def main() -> None:
         ]
 
     options = {"do_sample": False, "max_new_tokens": arguments.new_tokens}
+    in_graphs = CompileConfig()
+    in_graphs._compile_all_devices = True  # Transformers compiles by itself on accelerators alone
+    compiled = {"cache_implementation": "static", "compile_config": in_graphs}
     seen: dict[str, list] = {name: [] for name in OURS}
 
     def ours(name):
+        more = options | (compiled if name == COMPILED_CHAIN else {})
+
         def method(ids):
             for option, value in (NO_OPTIONS | OURS[name]).items():
                 setattr(draft.generation_config, option, value)
-            output = target.generate(ids, assistant_model=draft, return_dict_in_generate=True, **options)
+            output = target.generate(ids, assistant_model=draft, return_dict_in_generate=True, **more)
             seen[name].append(output.speculation)
             return output.sequences
 
@@ -139,6 +150,7 @@ def main() -> None:
 
     methods: dict[str, Callable] = {
         PLAIN: lambda ids: target.generate(ids, **options),
+        "plain generate, compiled": lambda ids: target.generate(ids, **options, **compiled),
         "plain generate, prompt_lookup_num_tokens=5": lambda ids: target.generate(
             ids, prompt_lookup_num_tokens=5, **options
         ),
@@ -156,10 +168,11 @@ def main() -> None:
 
     results = {}
     with torch.inference_mode():
-        for method in methods.values():
-            method(prompts(arguments.data[0])[0])  # warm up
         for name in arguments.data:
-            results[name] = measure(methods, seen, prompts(name), floor)
+            asked = prompts(name)
+            for method in methods.values():
+                method(max(asked, key=lambda ids: ids.shape[1]))  # warm up
+            results[name] = measure(methods, seen, asked, floor)
             print(table(name, results[name]), flush=True)
     print(
         "τ is a mean over prompts, every ratio a median of ratios prompt by prompt. SmolLM2-135M-Instruct in "

@@ -72,7 +72,6 @@ arguments = DFlashTrainingArguments(
     learning_rate=1e-3,
     per_device_train_batch_size=2,
     anchors_per_document=32,
-    loss_type="dpace",
     eval_prompts=4,
     eval_new_tokens=options.max_new_tokens,
     save_strategy="no",

@@ -29,7 +29,8 @@ class DFlashTrainingArguments(TrainingArguments):
 
     Args:
         anchors_per_document: blocks of one document in one epoch, at random places; drawn anew in every epoch.
-        loss_type: `"ce"` (to the token that the target wrote), `"kl"` (to the target's law) or `"dpace"`.
+        loss_type: `"dpace"` (to the token that the target wrote, places weighted by what they add to the acceptance
+            length), `"ce"` (the same with a fixed decay) or `"kl"` (to the target's law, with a fixed decay).
         decay_gamma: γ of the decay over a block's places, for `"ce"` and `"kl"`; by the block size where not given.
         dpace_alpha: smoothing of `"dpace"`.
         selector_loss_weight: what the selector of a DFlash 2 draft counts.
@@ -39,7 +40,7 @@ class DFlashTrainingArguments(TrainingArguments):
     """
 
     anchors_per_document: int = field(default=512, metadata={"help": "blocks of one document in one epoch"})
-    loss_type: str = field(default="ce", metadata={"help": "ce, kl or dpace"})
+    loss_type: str = field(default="dpace", metadata={"help": "dpace, ce or kl"})
     decay_gamma: float | None = field(default=None, metadata={"help": "decay over a block's places"})
     dpace_alpha: float = field(default=0.5, metadata={"help": "smoothing of D-PACE"})
     selector_loss_weight: float = field(default=1.0, metadata={"help": "weight of the selector's loss (DFlash 2)"})

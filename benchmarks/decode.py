@@ -1,8 +1,5 @@
 """Decoding speed, side by side in one process: plain generate, this package, Transformers' own path, z-lab's loop.
 
-The compiled methods have static caches. Every method answers the longest prompt once before the clock runs, which
-compiles them.
-
 Every method answers every prompt in turn, so that a machine whose speed drifts slows all of them alike; a speed is the
 median over prompts of new tokens per second of the whole call. The floor is the time of the bare forwards of a round:
 the target over a full block, and the draft with the target's head over its slots, at the same context lengths, nothing
@@ -170,8 +167,9 @@ def main() -> None:
     with torch.inference_mode():
         for name in arguments.data:
             asked = prompts(name)
+            longest = max(asked, key=lambda ids: ids.shape[1])
             for method in methods.values():
-                method(max(asked, key=lambda ids: ids.shape[1]))  # warm up
+                method(longest)  # warm up; compiles for static caches that fit all
             results[name] = measure(methods, seen, asked, floor)
             print(table(name, results[name]), flush=True)
     print(

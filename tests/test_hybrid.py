@@ -363,6 +363,15 @@ def test_two_threads_share_a_recurrent_target(made):
     assert all(torch.equal(one, other) for one, other in zip(answers, drafted, strict=True))
 
 
+def test_hooks_that_go_in_the_middle_of_a_forward_do_no_harm():
+    """As those of another thread may, whose generation ends then."""
+    layer, kept = torch.nn.Linear(2, 2), []
+    layer.register_forward_pre_hook(lambda *_: kept[0].close())
+    kept.append(Recurrence(layer))
+    rows = torch.ones(1, 3, 2)
+    assert torch.equal(layer(rows), layer(rows))
+
+
 @pytest.mark.parametrize("name", INEXACT)
 def test_families_that_are_not_exact_are_refused(name):
     torch.manual_seed(0)

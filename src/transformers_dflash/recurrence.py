@@ -39,8 +39,9 @@ class Recurrence:
             if isinstance(module, nn.Linear):
                 self._hooks.append(module.register_forward_hook(self._remember_projection))
 
-    def _remember_call(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.recording and threading.get_ident() == self.thread:
+    def _remember_call(self, _module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        # While a hook comes or goes, another thread's forward may see it before torch notes that it takes `kwargs`.
+        if kwargs is not None and self.recording and threading.get_ident() == self.thread:
             self.arguments, self.projections, self._weights = (args, kwargs), {}, []
 
     def _remember_projection(self, module: nn.Module, _args: tuple, output: torch.Tensor) -> None:

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
-from conftest import FAMILIES, make_draft, make_target, prompt
+from conftest import FAMILIES, VOCAB, make_draft, make_target, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import oracle
+from test_batch import batch, new_tokens
+from test_decoding import stateless_draft_logits
 from test_sampling import enumerated_law, p_value, repetition, sampled_counts, temperature
 from test_sampling import pair as pair  # a fixture
 
 from transformers_dflash import costs
-from transformers_dflash.costs import RoundCosts, floor_seconds
+from transformers_dflash.costs import DraftingRest, RoundCosts, floor_seconds
 from transformers_dflash.target import Target
 
 AUTO = {"chain": {"assistant_confidence_threshold": "auto"}, "tree": {"tree_budget": "auto"}}
@@ -91,6 +94,83 @@ def test_without_looking_ahead_the_first_loss_is_the_end():
     assert free.best_count([0.9] * 7, looks_ahead=False) == 7
 
 
+# Whether to draft at all
+
+
+def rests(rest: DraftingRest, tokens: int) -> int:
+    """Rounds of 4 rows that give so many tokens, until the draft rests; then how many steps it rests."""
+    for _ in range(100):
+        rest.add_round(4, 1, tokens)
+        if rest.resting:
+            break
+    steps = 0
+    while rest.resting:
+        rest.add_round(1, 1, 1)
+        steps += 1
+    return steps
+
+
+def test_time_saved_is_that_of_the_plain_steps_that_a_round_stands_for():
+    machine = RoundCosts(0.5, [(1, 1.0), (2, 1.1), (8, 1.7)])
+    assert machine.saved(rows=4, sequences=1, tokens=3) == pytest.approx(3 * 1.0 - (0.5 + 1.3))
+    assert machine.saved(rows=8, sequences=2, tokens=5) == pytest.approx(5 / 2 * 1.1 - (0.5 + 1.7))
+
+
+def test_rests_grow_while_drafting_loses_and_start_anew_when_it_has_paid():
+    machine = RoundCosts(0.5, [(1, 1.0), (2, 1.1)])  # 4 rows with a draft take 1.8 s
+    rest = DraftingRest(machine)
+    assert [rests(rest, 1) for _ in range(6)] == [4, 8, 16, 32, 32, 32]
+    for _ in range(3):
+        rest.add_round(4, 1, 4)
+    assert not rest.resting
+    assert rests(rest, 1) == 4
+    assert rests(DraftingRest(machine), 2) == 0  # it saves 0.2 s every time
+
+
+def test_drafting_that_never_pays_costs_little_more_than_plain_steps():
+    machine = RoundCosts(1.0, [(1, 1.0), (2, 1.5)])  # as slow as the target
+    rest, seconds, tokens = DraftingRest(machine), 0.0, 0
+    while tokens < 1000:
+        seconds += 1.0 if rest.resting else machine.seconds(4)
+        rest.add_round(1 if rest.resting else 4, 1, 1)
+        tokens += 1
+    assert seconds < 1.1 * tokens
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_draft_that_has_rested_knows_what_came_meanwhile(name, rows, monkeypatch):
+    """It guesses wrong at first, rests, and goes on when its guesses come right."""
+    target = make_target(name)
+    draft = drafting(make_draft(target), **AUTO["chain"])
+    costing(monkeypatch, per_row=0.0, drafting=0.5)
+    inputs = batch((9, 4, 7)[:rows])
+    options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None}
+    answers = target.generate(**inputs, **options)
+    right = [0] * rows
+
+    def comes_right(ids, _scores):
+        if ids.shape[1] > answers.shape[1] - 30:
+            right[:] = [draft.config.num_candidates] * rows
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    stop = {} if rows > 1 else {"stopping_criteria": [comes_right]}
+    with oracle(answers, right, VOCAB) as rounds, torch.no_grad():
+        out = target.generate(**inputs, assistant_model=draft, return_dict_in_generate=True, **options, **stop)
+        for one in rounds:
+            for row, ids in enumerate(one["rows"]):
+                which = next(i for i, whole in enumerate(answers) if whole[: ids.shape[1]].tolist() == ids[0].tolist())
+                own = ids[:, int((inputs["attention_mask"][which] == 0).sum()) :]
+                expected = stateless_draft_logits(target, draft, own, len(one["logits"]))
+                torch.testing.assert_close(one["all_logits"][row], expected, atol=1e-4, rtol=1e-3)
+    assert new_tokens(out.sequences, inputs) == new_tokens(answers, inputs)
+    drafted = out.speculation.drafted_by_round
+    assert drafted.count(0) >= (4 + 8 + 16) * rows
+    if rows == 1:
+        assert 0 not in drafted[-4:-1]
+        assert max(out.speculation.acceptance_lengths) == draft.config.num_candidates + 1
+
+
 # Exact all the same
 
 
@@ -119,7 +199,9 @@ def test_greedy_output_is_plain_output(name, kind):
 )
 def test_sampled_sequences_follow_the_law_of_the_target(pair, monkeypatch, kind, options, warp):
     target, draft = pair
-    costing(monkeypatch, per_row=0.3)
+    costing(monkeypatch, per_row=0.3, drafting=0.1)
+    monkeypatch.setattr(costs, "_ROUNDS_TO_LOSE", 0)  # so that in some of these short texts the draft rests
+    monkeypatch.setattr(costs, "_SHORTEST_REST", 1)
     for name, value in AUTO[kind].items():
         monkeypatch.setattr(draft.generation_config, name, value, raising=False)
     counts = sampled_counts(target, draft, top_k=0, **options)

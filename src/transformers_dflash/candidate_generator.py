@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache import ContextCache, right_aligned
-from .costs import MOST_ROWS, RoundCosts
+from .costs import MOST_ROWS, DraftingRest, RoundCosts
 from .modeling_dflash import DFlashDraftModel
 from .processors import all_row_wise, for_draft, process_rows
 from .target import TapRecorder, Target, block_embeds, draft_logits
@@ -101,7 +101,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         self.confidence_threshold = options.assistant_confidence_threshold
         self.tree_budget = getattr(options, "tree_budget", None)  # an option that GenerationConfig does not know
         check_drafting_options(self.confidence_threshold, self.tree_budget)
-        self.costs = None
+        self.costs = self.rest = None
         if AUTO in (self.confidence_threshold, self.tree_budget):
             if model.tp_size is not None and model.tp_size > 1:
                 raise ValueError(
@@ -109,6 +109,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
                     "target would go by a clock of its own: set numbers"
                 )
             self.costs = RoundCosts.of(self.target, draft)
+            self.rest = DraftingRest(self.costs)
         self.max_length = generation_config.max_length
 
         self.cache = draft.make_cache() if context is None else context.cache
@@ -181,6 +182,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if path is not None:
             new = new.take_along_dim(path.to(new.device)[:, :, None], dim=1)
         self._append(new[:, : max(num_tokens)], num_tokens)
+        if self.rest is not None:
+            self.rest.add_round(len(num_tokens) * num_rows, len(num_tokens), sum(num_tokens))
         self.next_positions = [a + b for a, b in zip(self.next_positions, num_tokens, strict=True)]
 
     def _append(self, new: torch.Tensor, counts: list[int]) -> None:

@@ -5,6 +5,9 @@ depends on the machine: next to nothing on a GPU that waits for memory, nearly a
 is measured, once for a target and a draft, and a block or tree ends where another candidate would lower the tokens per
 second that the draft's own law promises (as in cost-aware trees, arXiv 2606.01813). The law is asked before anything
 is chosen by the target, which keeps the output exact.
+
+A text that the draft does not know makes every pass of it a loss. So where drafting has lost more than it may, it
+rests for some plain steps. That too is decided by what is committed already.
 """
 
 import inspect
@@ -24,6 +27,8 @@ from .modeling_dflash import DFlashDraftModel
 from .target import TapRecorder, Target, block_embeds, draft_logits
 
 MOST_ROWS = 64  # of a forward that is measured, and of a tree whose size is chosen
+_ROUNDS_TO_LOSE = 2  # in which nothing is accepted, before drafting rests
+_SHORTEST_REST, _LONGEST_REST = 4, 32  # in plain steps
 _DEAR = 3  # a forward so many times as long as that of one row; beyond it the last two give the slope
 _measured: WeakKeyDictionary = WeakKeyDictionary()  # target -> draft -> (device, dtype) -> RoundCosts
 
@@ -57,6 +62,17 @@ class RoundCosts:
         (low, fast), (high, slow) = self.verifying[following - 1], self.verifying[following]
         return self.drafting + max(0.0, fast + (slow - fast) * (rows - low) / (high - low))
 
+    def saved(self, rows: int, sequences: int, tokens: int) -> float:
+        """Seconds by which a round is shorter than the plain steps that it stands for.
+
+        Args:
+            rows: of the target's forward, of all sequences together.
+            sequences: of the batch.
+            tokens: that were committed, by all sequences together.
+        """
+        plain_step = self.seconds(sequences) - self.drafting
+        return plain_step * tokens / sequences - self.seconds(rows)
+
     def best_count(self, gains: Sequence[float], sequences: int = 1, looks_ahead: bool = True) -> int:
         """How many candidates give the most tokens per second.
 
@@ -74,6 +90,41 @@ class RoundCosts:
             if not looks_ahead and rates[-1] < rates[-2]:
                 break
         return rates.index(max(rates))
+
+
+class DraftingRest:
+    """When to let the draft rest, so that a text that it does not know takes hardly longer than in plain `generate`.
+
+    Rounds that save time earn a credit, up to that of a few rounds in which nothing is accepted, and others spend it.
+    Once it is spent, plain steps follow, and then a round is tried: if it loses too, the next rest is twice as long.
+
+    Args:
+        costs: of a round.
+    """
+
+    def __init__(self, costs: RoundCosts):
+        self.costs = costs
+        self.most = _ROUNDS_TO_LOSE * costs.seconds(1)
+        self.credit = self.most
+        self.next_rest = _SHORTEST_REST
+        self.steps_left = 0
+
+    @property
+    def resting(self) -> bool:
+        """Whether the next round is a plain step."""
+        return self.steps_left > 0
+
+    def add_round(self, rows: int, sequences: int, tokens: int) -> None:
+        """Take account of a round; its arguments are those of `RoundCosts.saved`."""
+        if self.resting:
+            self.steps_left -= 1
+            return
+        self.credit = min(self.most, self.credit + self.costs.saved(rows, sequences, tokens))
+        if self.credit < 0:
+            self.credit, self.steps_left = 0.0, self.next_rest
+            self.next_rest = min(_LONGEST_REST, 2 * self.next_rest)
+        elif self.credit == self.most:
+            self.next_rest = _SHORTEST_REST
 
 
 @torch.no_grad()
@@ -170,4 +221,4 @@ def _shortest(run: Callable[[], torch.Tensor]) -> float:
     return min(_time(run), _time(run))
 
 
-__all__ = ["MOST_ROWS", "RoundCosts", "floor_seconds"]
+__all__ = ["MOST_ROWS", "DraftingRest", "RoundCosts", "floor_seconds"]

@@ -394,6 +394,8 @@ def dflash_decoding(
                 model_kwargs = _selected(model_kwargs, going)
             clock = time.perf_counter()
             longest = _longest_draft(generator, cache, cached_length)
+            if compiled is None and generator.rest is not None and generator.rest.resting:
+                longest = 0  # (a compiled block would take as long without candidates)
             ids = [row.ids for row in active]
             trees = generator.draft_trees(ids, longest) if grows_trees else None
             if trees is None:

@@ -6,7 +6,7 @@ from conftest import VOCAB, make_draft, prompt
 from layouts import DFLASH2, SLIDING, ZLAB, changed, write_draft
 from oracle import count_forwards, expected_forwards, oracle
 from test_decoding import NEW_TOKENS, plain, stateless_draft_logits
-from test_sampling import DRAWS, enumerated_law, p_value, sampled_counts, temperature
+from test_sampling import enumerated_law, p_value, sampled_counts, temperature
 from test_sampling import pair as small_pair
 from torch import nn
 from transformers import AutoModel
@@ -150,7 +150,7 @@ def test_sampled_sequences_follow_the_law_of_the_target(pair, options):
     target, first = pair
     sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
     draft = randomized(DFlashDraftModel(DFlashDraftConfig(**first.config.to_dict() | sizes)).eval())
-    counts = sampled_counts(target, draft, draws=DRAWS, **options)
+    counts = sampled_counts(target, draft, **options)
     assert p_value(counts, enumerated_law(target, temperature(options.get("temperature", 1.0)))) > 1e-3
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_dflash import DFlashDraftConfig, DFlashDraftModel, candidate_generator, decoding, verification
 
-VOCAB, LENGTH, DRAWS = 5, 4, 1200
+VOCAB, LENGTH, DRAWS, ROWS = 5, 4, 2400, 24
 PROMPT = torch.tensor([[1, 2]])
 
 
@@ -41,15 +41,16 @@ def enumerated_law(target, warp) -> torch.Tensor:
     return law
 
 
-def sampled_counts(target, draft, draws=DRAWS, **options) -> torch.Tensor:
+def sampled_counts(target, draft, draws=DRAWS, rows=ROWS, **options) -> torch.Tensor:
+    """How often each sequence comes out, `rows` drawn in one batch."""
     torch.manual_seed(0)
     counts = torch.zeros(VOCAB**LENGTH)
     places = VOCAB ** torch.arange(LENGTH - 1, -1, -1)
-    for _ in range(draws):
-        ids = target.generate(
-            PROMPT, assistant_model=draft, do_sample=True, max_new_tokens=LENGTH, eos_token_id=None, **options
-        )
-        counts[(ids[0, PROMPT.shape[1] :] * places).sum()] += 1
+    fixed = {"do_sample": True, "max_new_tokens": LENGTH, "eos_token_id": None, "num_return_sequences": rows}
+    for _ in range(draws // rows):
+        ids = target.generate(PROMPT, assistant_model=draft, **fixed, **options)  # (rows, n)
+        numbers = (ids[:, PROMPT.shape[1] :] * places).sum(1)
+        counts += numbers.bincount(minlength=len(counts))
     return counts
 
 
@@ -82,8 +83,10 @@ def top_2(_ids, scores):
     return scores.masked_fill(scores < scores.topk(2).values[:, -1:], float("-inf"))
 
 
+ONE = {"rows": 1, "draws": 1200}  # sequences alone in their call
 CASES = {
     "plain": ({"top_k": 0}, {}, temperature(1.0)),
+    "alone": ({"top_k": 0} | ONE, {}, temperature(1.0)),
     "temperature": ({"top_k": 0, "temperature": 0.5}, {}, temperature(0.5)),
     "draft-temperature": ({"top_k": 0}, {"temperature": 2.0}, temperature(1.0)),
     "confidence-threshold": ({"top_k": 0}, {"assistant_confidence_threshold": 0.5}, temperature(1.0)),
@@ -146,13 +149,14 @@ def test_a_broken_verification_is_seen(pair, monkeypatch, fault):
     else:
         weights = weights_that_grow if fault == "weights-that-grow" else no_weights
         monkeypatch.setattr(verification, "block_weights", weights)
-    counts = sampled_counts(target, draft, top_k=0)
+    draws = 3 * DRAWS if fault == "weights-that-grow" else DRAWS  # it bends the law least
+    counts = sampled_counts(target, draft, draws=draws, top_k=0)
     assert p_value(counts, enumerated_law(target, temperature(1.0))) < 1e-3
 
 
 def test_a_seed_gives_the_same_sample_again(pair):
     target, draft = pair
-    first, second = sampled_counts(target, draft, draws=5, top_k=0), sampled_counts(target, draft, draws=5, top_k=0)
+    first, second = (sampled_counts(target, draft, draws=5, rows=1, top_k=0) for _ in range(2))
     assert torch.equal(first, second)
 
 

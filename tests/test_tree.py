@@ -13,7 +13,7 @@ from layouts import DFLASH2
 from test_batch import LENGTHS, batch
 from test_decoding import stateless_draft_logits
 from test_dflash2 import randomized
-from test_sampling import DRAWS, PROMPT, enumerated_law, p_value, sampled_counts, temperature
+from test_sampling import DRAWS, ONE, PROMPT, enumerated_law, p_value, sampled_counts, temperature
 from test_sampling import pair as pair  # a fixture
 from transformers import (
     BloomConfig,
@@ -387,7 +387,7 @@ def test_a_threshold_leaves_unlikely_nodes_out(target, draft):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "cold", "one-by-one", "selector"])
+@pytest.mark.parametrize("case", ["plain", "alone", "cold", "one-by-one", "selector"])
 def test_sampled_sequences_follow_the_law_of_the_target(pair, case, monkeypatch):
     target, draft = pair
     if case == "selector":
@@ -397,7 +397,8 @@ def test_sampled_sequences_follow_the_law_of_the_target(pair, case, monkeypatch)
     if case == "one-by-one":
         monkeypatch.setattr(decoding, "all_row_wise", lambda _processors: False)
     monkeypatch.setattr(draft.generation_config, "tree_budget", 6, raising=False)
-    counts = sampled_counts(target, draft, top_k=0, temperature=value)
+    alone = ONE if case == "alone" else {}
+    counts = sampled_counts(target, draft, top_k=0, temperature=value, **alone)
     assert p_value(counts, enumerated_law(target, temperature(value))) > 1e-3
 
 

@@ -104,6 +104,25 @@ def test_rows_that_end_early_leave_and_are_padded(target):
     assert widths[-1] < 4
 
 
+def test_what_a_row_that_leaves_had_accepted_does_not_stay_in_the_drafts_context(target):
+    """The other row, as long at first, goes on with fewer new tokens."""
+    inputs, draft = batch((9, 9)), make_draft(target)
+    inputs["input_ids"] = torch.cat([prompt(9, 20), prompt(9, 3)])
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    answer = target.generate(**inputs, **options)
+    eos, place = int(answer[0, 13]), 13  # amid the first block
+    assert eos not in answer[0, 9:place].tolist() + answer[1, 9:].tolist()
+    answer[0, place + 1 :] = 0
+    with oracle(answer, [draft.config.num_candidates, 1], VOCAB) as rounds:
+        drafted = target.generate(**inputs, assistant_model=draft, eos_token_id=eos, **options)
+    assert drafted.tolist() == answer[:, : drafted.shape[1]].tolist()
+    alone = [one for one in rounds if len(one["rows"]) == 1]
+    assert len(alone) > 3
+    for one in alone:
+        expected = stateless_draft_logits(target, draft, one["rows"][0], len(one["logits"]))
+        torch.testing.assert_close(one["logits"], expected, atol=1e-4, rtol=1e-3)
+
+
 class CountsItsCalls(LogitsProcessor):
     """Keeps a state of one sequence: every third token is forced."""
 
@@ -229,6 +248,23 @@ def test_sampled_rows_follow_the_targets_law(temperature, budget):
     flat = {key: chance**0.6 for key, chance in law.items()}
     total = sum(flat.values())
     assert p_value({key: chance / total for key, chance in flat.items()}) < 1e-3
+
+
+def test_a_cache_is_left_empty_by_a_batch_that_breaks_off(target):
+    inputs, draft = batch(), make_draft(target)
+    cache = DynamicCache(config=target.config)
+    options = {"max_new_tokens": 12, "do_sample": False, "assistant_model": draft}
+    first = target.generate(**inputs, **options)
+
+    def fails(_ids, scores):
+        if cache.get_seq_length() > inputs["input_ids"].shape[1] + 3:
+            raise RuntimeError("in the middle")
+        return scores
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        target.generate(**inputs, **{CACHE: cache}, logits_processor=LogitsProcessorList([fails]), **options)
+    assert cache.get_seq_length() == 0
+    assert target.generate(**inputs, **{CACHE: cache}, **options).tolist() == first.tolist()
 
 
 def test_a_cache_that_was_passed_in_is_left_empty_and_serves_again(target):

@@ -39,6 +39,12 @@ def test_between_measured_sizes_a_forward_lies_on_a_line_and_beyond_them_on_the_
     assert [measured.seconds(rows) for rows in (1, 2, 4, 8, 10)] == pytest.approx([1.5, 2.5, 3.5, 5.5, 6.5])
 
 
+def test_drafting_several_blocks_costs_more_as_it_would_the_target():
+    measured = RoundCosts(0.5, [(1, 1.0), (4, 2.0), (8, 3.0)], block_rows=4)
+    assert measured.seconds(8, sequences=2) == pytest.approx(0.5 * 3.0 / 2.0 + 3.0)
+    assert measured.saved(rows=8, sequences=2, tokens=6) == pytest.approx(3 * (1 + 1 / 3) - 3.75)
+
+
 @settings(deadline=None)
 @given(
     st.lists(st.floats(0, 1), max_size=8),
@@ -50,7 +56,9 @@ def test_the_count_is_the_one_with_the_most_tokens_per_second(gains, steps, draf
     verifying = [(2**i, 1.0 + sum(steps[:i])) for i in range(len(steps) + 1)]
     machine = RoundCosts(draft_seconds, verifying)
     best = machine.best_count(gains, sequences)
-    speed = [(sequences + sum(gains[:n])) / machine.seconds(sequences * (n + 1)) for n in range(len(gains) + 1)]
+    speed = [
+        (sequences + sum(gains[:n])) / machine.seconds(sequences * (n + 1), sequences) for n in range(len(gains) + 1)
+    ]
     assert speed[best] == pytest.approx(max(speed))
 
 
@@ -113,7 +121,7 @@ def rests(rest: DraftingRest, tokens: int) -> int:
 def test_time_saved_is_that_of_the_plain_steps_that_a_round_stands_for():
     machine = RoundCosts(0.5, [(1, 1.0), (2, 1.1), (8, 1.7)])
     assert machine.saved(rows=4, sequences=1, tokens=3) == pytest.approx(3 * 1.0 - (0.5 + 1.3))
-    assert machine.saved(rows=8, sequences=2, tokens=5) == pytest.approx(5 / 2 * 1.1 - (0.5 + 1.7))
+    assert machine.saved(rows=8, sequences=2, tokens=5) == pytest.approx(5 / 2 * 1.1 - (0.5 * 1.1 + 1.7))
 
 
 def test_rests_grow_while_drafting_loses_and_start_anew_when_it_has_paid():
@@ -166,6 +174,7 @@ def test_a_draft_that_has_rested_knows_what_came_meanwhile(name, rows, monkeypat
     assert new_tokens(out.sequences, inputs) == new_tokens(answers, inputs)
     drafted = out.speculation.drafted_by_round
     assert drafted.count(0) >= (4 + 8 + 16) * rows
+    assert 4 + 8 + 16 <= out.speculation.rested < out.speculation.forwards
     if rows == 1:
         assert 0 not in drafted[-4:-1]
         assert max(out.speculation.acceptance_lengths) == draft.config.num_candidates + 1

@@ -1,6 +1,7 @@
 """Every feature of generate gives with a draft what it gives without one."""
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
+    StaticCache,
     StoppingCriteria,
     TextStreamer,
     pipeline,
@@ -262,6 +264,37 @@ def test_later_turns_draft_from_the_whole_conversation(target, draft):
             greedy(target, ids, draft)
         for one, other in zip(continued, anew, strict=True):
             torch.testing.assert_close(one["logits"], other["logits"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("new_tokens", [1, 2, 8, 17])
+def test_a_cache_that_was_passed_to_a_call_that_broke_off_holds_no_rejected_token(targets, family, new_tokens, static):
+    target = targets[family]
+    draft, ids, seen = make_draft(target), prompt(WINDOW + 3), []
+    cache, other = (StaticCache(target.config, 96) if static else DynamicCache(config=target.config) for _ in range(2))
+    answer = greedy(target, ids)
+
+    def fails(committed, _scores):
+        seen.append(committed)
+        if committed.shape[1] == ids.shape[1] + new_tokens:
+            raise KeyboardInterrupt
+        return torch.zeros(1, dtype=torch.bool)
+
+    with oracle(torch.cat([answer, answer], dim=1), 2, VOCAB), pytest.raises(KeyboardInterrupt):
+        greedy(target, ids, draft, **{CACHE: cache}, stopping_criteria=[fails])
+    assert ids.shape[1] <= cache.get_seq_length() < seen[-1].shape[1]
+    with torch.no_grad():
+        target(seen[-1][:, : cache.get_seq_length()], **{CACHE: other})
+    answer = greedy(target, seen[-1], **{CACHE: other})
+    assert torch.equal(greedy(target, seen[-1], draft, **{CACHE: cache}), answer)
+
+
+def test_a_cache_can_be_pickled_and_is_then_without_the_drafts_context(target, draft):
+    cache = DynamicCache(config=target.config)
+    ids = greedy(target, prompt(9), draft, **{CACHE: cache}, max_new_tokens=11)
+    ids = torch.cat([ids, prompt(5, seed=1)], dim=1)
+    again = pickle.loads(pickle.dumps(cache))
+    assert torch.equal(greedy(target, ids, draft, **{CACHE: again}), greedy(target, ids))
 
 
 @pytest.mark.parametrize("between", ["filled by the target alone", "cropped", "used by another draft"])

@@ -354,6 +354,24 @@ def test_no_hook_stays_on_the_target(made):
     assert hooks() == before
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "bamba"])
+def test_a_cache_that_was_passed_to_a_call_that_broke_off_is_as_before_the_block(made, name):
+    target = target_of(made, name)
+    draft, ids, seen = make_draft(target, **SHAPE), prompt(9), []
+    cache, answer = DynamicCache(config=target.config), greedy(target, prompt(9))
+
+    def fails(committed, _scores):
+        seen.append(committed)
+        if committed.shape[1] == 14:
+            raise KeyboardInterrupt
+        return torch.zeros(1, dtype=torch.bool)
+
+    with oracle(torch.cat([answer, answer], dim=1), 2, VOCAB), pytest.raises(KeyboardInterrupt):
+        greedy(target, ids, draft, **{CACHE: cache}, stopping_criteria=[fails])
+    rest = NEW_TOKENS - (seen[-1].shape[1] - ids.shape[1])
+    assert torch.equal(greedy(target, seen[-1], draft, **{CACHE: cache}, max_new_tokens=rest), answer)
+
+
 def test_two_threads_share_a_recurrent_target(made):
     target = target_of(made, "qwen3_5_text")
     prompts = [prompt(9, seed) for seed in range(6)]

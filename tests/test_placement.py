@@ -94,6 +94,29 @@ def test_output_and_draft_logits_are_right(tmp_path, family, place):
     assert target.generate(both, assistant_model=draft, **options).tolist() == plain.tolist()
 
 
+@pytest.mark.parametrize("option", ["tree_budget", "assistant_confidence_threshold"])
+def test_costs_of_an_offloaded_target_are_measured_where_it_runs(tmp_path, option):
+    target, ids = make_target("llama"), prompt(20)
+    draft = make_draft(target)
+    setattr(draft.generation_config, option, "auto")
+    target = offloaded_to_disk(target, tmp_path)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(ids, **options)
+    assert target.generate(ids, assistant_model=draft, **options).tolist() == plain.tolist()
+
+
+def test_an_offloaded_target_takes_trees(tmp_path):
+    target, ids = make_target("llama"), prompt(20)
+    draft = make_draft(target)
+    draft.generation_config.tree_budget = 8
+    target = offloaded_to_disk(target, tmp_path)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(ids, **options)
+    out = target.generate(ids, assistant_model=draft, return_dict_in_generate=True, **options)
+    assert out.sequences.tolist() == plain.tolist()
+    assert out.speculation.drafted > 7 * (out.speculation.rounds - 2)
+
+
 def by_torchao():
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 

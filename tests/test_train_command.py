@@ -108,13 +108,14 @@ def history(output: Path, *names: str) -> list[float]:
 def test_a_killed_run_goes_on_with_the_losses_of_an_unbroken_one(target_folder, answers, tmp_path):
     options = ["--target", target_folder, "--data", answers, "--num_train_epochs", 3, "--logging_steps", 1]
     options += ["--per_device_train_batch_size", 2, "--save_steps", 1, "--learning_rate", 1e-3, *NEW_DRAFT, *QUIET]
+    options += ["--anchors_per_document", 4]
     whole = train(*options, "--output_dir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
 
     cut = tmp_path / "cut"
     command = [PROGRAM, "train", *map(str, options), "--output_dir", str(cut)]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        while not (cut / "checkpoint-4" / "trainer_state.json").is_file():  # amid the first epoch
+        while not (cut / "checkpoint-8" / "trainer_state.json").is_file():  # amid the second epoch
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)

@@ -156,7 +156,7 @@ def test_anchors_change_with_epoch_and_document_and_with_nothing_else():
 
     def anchors(epoch, index, seed=0):
         dataset = BlockDataset(documents, 8, 5, seed)
-        dataset.set_epoch(epoch)
+        dataset.start_epoch(epoch)
         return dataset[index]["anchors"].tolist()
 
     assert anchors(0, 0) == anchors(0, 0)
@@ -397,7 +397,8 @@ def test_training_from_stored_features_equals_training_with_the_target_in_the_lo
         torch.testing.assert_close(stored[name], online[name], atol=1e-5, rtol=1e-4)
 
 
-def test_a_resumed_run_goes_on_as_the_unbroken_one(target, tmp_path):
+@pytest.mark.parametrize("steps", [3, 6], ids=["amid the first epoch", "amid the second"])
+def test_a_resumed_run_goes_on_as_the_unbroken_one(target, tmp_path, steps):
     documents = [document(30, 4, n) for n in range(10)]
     options = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "anchors_per_document": 5}
     draft = make_draft(target)
@@ -405,9 +406,34 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(target, tmp_path):
     whole.train()
     again = make_draft(target)
     resumed = DFlashTrainer(again, target, arguments(tmp_path / "run", **options), documents)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))  # amid the first epoch
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{steps}"))
     for name, weight in draft.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], weight, atol=0, rtol=0)
+
+
+def test_every_epoch_draws_anchors_whoever_loads_the_data(target, draft, tmp_path, monkeypatch):
+    """Data loaders that processes share hand no epoch on to the data set."""
+    monkeypatch.setattr("accelerate.data_loader.DataLoaderShard.set_epoch", lambda self, _epoch: None)
+    documents = [document(30, 4, n) for n in range(4)]
+    trainer = DFlashTrainer(draft, target, arguments(tmp_path, num_train_epochs=3), documents)
+    epochs, original = [], BlockDataset.__getitem__
+
+    def noted(self, index):
+        epochs.append(self.epoch)
+        return original(self, index)
+
+    monkeypatch.setattr(BlockDataset, "__getitem__", noted)
+    trainer.train()
+    assert epochs == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_of_several_gpus_one_is_used_where_no_launcher_started_the_processes(target, draft, tmp_path):
+    options = arguments(tmp_path, max_steps=1)
+    assert options.n_gpu == 0
+    options._n_gpu = 2  # as two GPUs set it
+    trainer = DFlashTrainer(draft, target, options, [document(30, 4, 0)])
+    assert trainer.args.n_gpu == 1
+    trainer.train()
 
 
 def test_a_step_without_finite_gradients_is_left_out(target, tmp_path, monkeypatch):

@@ -205,8 +205,8 @@ class DFlashCandidateGenerator(CandidateGenerator):
     def select_rows(self, rows: list[int]) -> None:
         """Go on with some rows of the batch."""
         self.cache.select_rows(torch.tensor(rows))
-        self.features = self.features[rows]
         self.num_pending = [self.num_pending[row] for row in rows]
+        self.features = self.features[rows, : max(self.num_pending)]  # what is longer belonged to a row that left
         self.next_positions = [self.next_positions[row] for row in rows]
         self.logits_processors = [self.logits_processors[row] for row in rows]
 

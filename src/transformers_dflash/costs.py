@@ -40,10 +40,12 @@ class RoundCosts:
     Args:
         drafting: one pass of the draft over a block, with its head.
         verifying: ascending `(rows, seconds)` of the target's forward over so many rows, two or more.
+        block_rows: of the draft's pass; more of them cost what they would cost the target, in proportion.
     """
 
     drafting: float
     verifying: list[tuple[int, float]]
+    block_rows: int = 1
 
     @classmethod
     @torch.no_grad()
@@ -53,14 +55,21 @@ class RoundCosts:
         known = _measured.setdefault(model, WeakKeyDictionary()).setdefault(draft, {})
         place = (model.device, model.dtype)
         if place not in known:
-            known[place] = cls(_drafting_seconds(target, draft), _verifying_seconds(target))
+            device = draft.device if model.device.type == "meta" else model.device  # meta: where it is offloaded
+            verifying = _verifying_seconds(target, device)
+            known[place] = cls(_drafting_seconds(target, draft, device), verifying, draft.config.block_size)
         return known[place]
 
-    def seconds(self, rows: int) -> float:
-        """A round in which the target runs over `rows` rows: between the measured ones on a line."""
+    def forward_seconds(self, rows: int) -> float:
+        """The target's forward over `rows` rows: between the measured ones on a line."""
         following = next((i for i, (size, _) in enumerate(self.verifying) if i and size >= rows), -1)
         (low, fast), (high, slow) = self.verifying[following - 1], self.verifying[following]
-        return self.drafting + max(0.0, fast + (slow - fast) * (rows - low) / (high - low))
+        return max(0.0, fast + (slow - fast) * (rows - low) / (high - low))
+
+    def seconds(self, rows: int, sequences: int = 1) -> float:
+        """A round in which `sequences` blocks are drafted and the target runs over `rows` rows."""
+        one, all_blocks = self.forward_seconds(self.block_rows), self.forward_seconds(sequences * self.block_rows)
+        return self.drafting * (all_blocks / one if one else 1.0) + self.forward_seconds(rows)
 
     def saved(self, rows: int, sequences: int, tokens: int) -> float:
         """Seconds by which a round is shorter than the plain steps that it stands for.
@@ -70,8 +79,7 @@ class RoundCosts:
             sequences: of the batch.
             tokens: that were committed, by all sequences together.
         """
-        plain_step = self.seconds(sequences) - self.drafting
-        return plain_step * tokens / sequences - self.seconds(rows)
+        return self.forward_seconds(sequences) * tokens / sequences - self.seconds(rows, sequences)
 
     def best_count(self, gains: Sequence[float], sequences: int = 1, looks_ahead: bool = True) -> int:
         """How many candidates give the most tokens per second.
@@ -83,10 +91,10 @@ class RoundCosts:
                 rate is the end, so that whether a candidate stays depends on no gain after its own.
         """
         expected = float(sequences)  # the target's own tokens
-        rates = [expected / self.seconds(sequences)]
+        rates = [expected / self.seconds(sequences, sequences)]
         for count, gain in enumerate(gains, start=1):
             expected += gain
-            rates.append(expected / self.seconds(sequences * (count + 1)))
+            rates.append(expected / self.seconds(sequences * (count + 1), sequences))
             if not looks_ahead and rates[-1] < rates[-2]:
                 break
         return rates.index(max(rates))
@@ -104,8 +112,7 @@ class DraftingRest:
 
     def __init__(self, costs: RoundCosts):
         self.costs = costs
-        self.most = _ROUNDS_TO_LOSE * costs.seconds(1)
-        self.credit = self.most
+        self.credit = float(_ROUNDS_TO_LOSE)  # in rounds without candidates
         self.next_rest = _SHORTEST_REST
         self.steps_left = 0
 
@@ -119,11 +126,12 @@ class DraftingRest:
         if self.resting:
             self.steps_left -= 1
             return
-        self.credit = min(self.most, self.credit + self.costs.saved(rows, sequences, tokens))
+        saved = self.costs.saved(rows, sequences, tokens) / self.costs.seconds(sequences, sequences)
+        self.credit = min(_ROUNDS_TO_LOSE, self.credit + saved)
         if self.credit < 0:
             self.credit, self.steps_left = 0.0, self.next_rest
             self.next_rest = min(_LONGEST_REST, 2 * self.next_rest)
-        elif self.credit == self.most:
+        elif self.credit == _ROUNDS_TO_LOSE:
             self.next_rest = _SHORTEST_REST
 
 
@@ -151,7 +159,7 @@ def floor_seconds(
         model(input_ids=ids, **cache, **last_alone)
     features = taps.take()[:, -new_per_round:]
     taps.close()
-    block, embeds = _empty_block(target, draft)
+    block, embeds = _empty_block(target, draft, ids.device)
     context, length = draft.make_cache(), ids.shape[1] - new_per_round
     nothing = features.new_zeros(1, length, features.shape[2])
     draft(embeds, nothing, torch.arange(length + config.block_size, device=draft.device)[None], cache=context)
@@ -185,14 +193,14 @@ def _time(run: Callable[[], torch.Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def _verifying_seconds(target: Target) -> list[tuple[int, float]]:
+def _verifying_seconds(target: Target, device: torch.device) -> list[tuple[int, float]]:
     model = target.model
     longest = target.last_exact_position(0)
     most = MOST_ROWS if longest is None else min(MOST_ROWS, longest + 1)
     measured: list[tuple[int, float]] = []
     rows = 1
     while rows <= most and (len(measured) < 2 or measured[-1][1] < _DEAR * measured[0][1]):
-        ids = torch.arange(rows, device=model.device)[None] % target.num_embeddings  # as many experts as in real text
+        ids = torch.arange(rows, device=device)[None] % target.num_embeddings  # as many experts as in real text
         measured.append((rows, _shortest(partial(_logits, model, ids))))
         rows *= 2
     return measured
@@ -202,16 +210,16 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
-def _drafting_seconds(target: Target, draft: DFlashDraftModel) -> float:
-    _, embeds = _empty_block(target, draft)
+def _drafting_seconds(target: Target, draft: DFlashDraftModel, device: torch.device) -> float:
+    _, embeds = _empty_block(target, draft, device)
     features = embeds.new_zeros(1, 2, len(draft.config.target_layer_ids) * draft.config.target_hidden_size)
     return _shortest(lambda: _drafted(target, draft, embeds, features, None, draft.make_cache()))
 
 
-def _empty_block(target: Target, draft: DFlashDraftModel) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_block(target: Target, draft: DFlashDraftModel, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids `(1, B)` of a block of masks, and their embeddings `(1, B, H)` as the draft takes them."""
     config = draft.config
-    block = torch.full((1, config.block_size), config.mask_token_id, device=target.model.device)
+    block = torch.full((1, config.block_size), config.mask_token_id, device=device)
     return block, block_embeds(draft, target, block).to(draft.device, draft.dtype)
 
 

@@ -357,7 +357,7 @@ def dflash_decoding(
     context = _take_context(cache, assistant_model) if batch_size == 1 else None
     with (
         DFlashCandidateGenerator(assistant_model, model, generation_config, processors, context) as generator,
-        Rollback(cache, generator.target.mixers()) as rollback,
+        Rollback(cache, generator.target.mixers(), batch_size) as rollback,
     ):
         clock = time.perf_counter()
         kept = _kept_columns(model_kwargs.get("attention_mask"))
@@ -394,15 +394,16 @@ def dflash_decoding(
                 model_kwargs = _selected(model_kwargs, going)
             clock = time.perf_counter()
             longest = _longest_draft(generator, cache, cached_length)
-            if compiled is None and generator.rest is not None and generator.rest.resting:
-                longest = 0  # (a compiled block would take as long without candidates)
+            rests = generator.rest is not None and generator.rest.resting
+            statistics.rested += rests
+            most = 0 if rests else longest
             ids = [row.ids for row in active]
-            trees = generator.draft_trees(ids, longest) if grows_trees else None
+            trees = generator.draft_trees(ids, most) if grows_trees else None
             if trees is None:
-                candidates, draft_logits = generator.draft_rows(ids, longest)
+                candidates, draft_logits = generator.draft_rows(ids, most)
             else:
-                most = max(map(len, trees))
-                padded = [tree.padded(most) for tree in trees]
+                largest = max(map(len, trees))
+                padded = [tree.padded(largest) for tree in trees]
                 candidates, draft_logits = input_ids.new_tensor([tree.tokens for tree in padded]), None
             k = candidates.shape[1]
             drafted = time.perf_counter()
@@ -425,6 +426,7 @@ def dflash_decoding(
             else:
                 with generator.observing(), rollback.recording():  # a processor may call the target after this
                     outputs = model(**inputs, return_dict=True)
+            rollback.note_block(num_rows)
             logits = outputs.logits[:, -num_rows:][:, : k + 1].to(input_ids.device)  # (b, k + 1, V)
             anew = _cache_after(outputs, cache_name, cache) is not cache  # and all tokens, not the block alone
             if anew:
@@ -478,9 +480,7 @@ def dflash_decoding(
             statistics.add_forward(drafted - clock, verified - drafted, time.perf_counter() - verified)
             logger.debug("round %d: %d candidates, %s tokens committed", statistics.forwards, k, committed)
         if batch_size == 1:
-            _keep_context(cache, assistant_model, generator.context(cached_length))
-        else:
-            rollback.empty()
+            setattr(cache, _CONTEXT, _KeptContext(assistant_model, generator.context(cached_length)))
     if streamer is not None:
         streamer.end()
     padding = generation_config._pad_token_tensor
@@ -625,21 +625,30 @@ def _kept_columns(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     return attention_mask != 0
 
 
+class _KeptContext:
+    """What a draft knows of a sequence, beside the target's cache: copied and freed with it, and not pickled."""
+
+    def __init__(self, draft: DFlashDraftModel, context: DraftContext):
+        self.draft = weakref.ref(draft)
+        self.context = context
+
+    def __deepcopy__(self, memo: dict) -> "_KeptContext":
+        draft = self.draft()
+        return self if draft is None else _KeptContext(draft, copy.deepcopy(self.context, memo))
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+
 def _take_context(cache: Cache, draft: DFlashDraftModel) -> DraftContext | None:
     """What this draft kept beside a target cache in an earlier call, if the cache still stands where it did.
 
     It is taken away from the cache, so that a call that breaks off leaves none that does not fit.
     """
     kept = vars(cache).pop(_CONTEXT, None)
-    if kept is None:
+    if kept is None or kept.draft() is not draft or kept.context.target_length != _cached_tokens(cache):
         return None
-    draft_reference, context = kept
-    return context if draft_reference() is draft and context.target_length == _cached_tokens(cache) else None
-
-
-def _keep_context(cache: Cache, draft: DFlashDraftModel, context: DraftContext) -> None:
-    """Keep what the draft knows beside the target's cache; it is copied and freed with it."""
-    setattr(cache, _CONTEXT, (weakref.ref(draft), context))  # a weak reference is not copied with the cache
+    return kept.context
 
 
 __all__ = ["dflash_decoding"]

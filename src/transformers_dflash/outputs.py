@@ -20,6 +20,7 @@ class SpeculationStatistics:
         acceptance_lengths: committed tokens of each round of each sequence, bonus token included.
         acceptance_lengths_by_sequence: the same, sequence by sequence.
         forwards: target forwards after the prefill: a batch shares them, so that they are fewer than its rounds.
+        rested: how many of these were plain steps, with no drafting pass before them, since drafting had lost time.
         drafted_by_round, accepted_by_round: over how many places the candidates of each round went, and how many of
             them were committed, in the order of `acceptance_lengths`.
         drafted_at, accepted_at: in how many rounds there were candidates at a place of the block, and in how many one
@@ -35,6 +36,7 @@ class SpeculationStatistics:
     acceptance_lengths: list[int] = field(default_factory=list)
     acceptance_lengths_by_sequence: list[list[int]] = field(default_factory=list)
     forwards: int = 0
+    rested: int = 0
     drafted_by_round: list[int] = field(default_factory=list)
     accepted_by_round: list[int] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)

@@ -78,7 +78,7 @@ class Profile:
             "",
             f"A round takes {round_seconds / floor:.2f} of the floor: the bare forwards of the target over a full "
             "block and of the draft.",
-            f"τ is {spoken.acceptance_length:.2f}.",
+            f"τ is {spoken.acceptance_length:.2f}; in {spoken.rested} rounds the draft rested.",
             "The target's forward by its rows: "
             + ", ".join(f"{rows}: {_ms(seconds)}" for rows, seconds in self.costs.verifying),
         ]

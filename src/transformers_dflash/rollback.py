@@ -36,16 +36,20 @@ RECURRENT_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 class Rollback:
     """Rolls a target's cache back after each block. Use as a context manager: leaving it removes its hooks and
-    lets the cache be as plain `generate` leaves it.
+    lets the cache be as plain `generate` leaves it. A block that was not decided, since something raised before it
+    was, is taken out. After a batch, whose rows may have left, the cache is empty.
 
     Args:
         cache: the target's cache.
         mixers: the target's modules that update recurrent states, by the index of the cache's layer.
+        batch_size: rows of the batch.
     """
 
-    def __init__(self, cache: Cache, mixers: dict[int, nn.Module]):
+    def __init__(self, cache: Cache, mixers: dict[int, nn.Module], batch_size: int = 1):
         self.cache = cache
         self.mixers = mixers
+        self.batch_size = batch_size
+        self.undecided = 0  # rows of a block that the cache holds and nothing has decided on
         self.layers = cache.layers
         self.cropped: list[Any] = []
         self.copied: list[Any] = []
@@ -59,6 +63,10 @@ class Rollback:
     def __exit__(self, *_error) -> None:
         for recurrence in self.recurrences:
             recurrence.close()
+        if self.batch_size > 1:
+            self._empty()
+        elif self.undecided:
+            self._put_back(self.undecided)
         for layer in self._recording:  # as plain generate leaves a cache
             layer.record_past = False
 
@@ -89,6 +97,10 @@ class Rollback:
             for recurrence in self.recurrences:
                 recurrence.recording = False
 
+    def note_block(self, num_rows: int) -> None:
+        """To be called when the target has run over a block of `num_rows`."""
+        self.undecided = num_rows
+
     def straighten(self, num_rows: int, path: torch.Tensor) -> None:
         """Move what a tree's path went through to the front of a block of `num_rows`, so that the block is a chain.
 
@@ -113,9 +125,12 @@ class Rollback:
         Returns:
             Whether the committed tokens must be run again: then the cache is as it was before the block.
         """
-        replay = bool(self.copied) and num_committed < num_rows and not self.recurrences
+        if bool(self.copied) and num_committed < num_rows and not self.recurrences:
+            self._put_back(num_rows)
+            return True
+        self.undecided = 0
         for layer in self.cropped:
-            layer.crop(-num_rows if replay else num_committed - num_rows)  # 0 trims sliding layers
+            layer.crop(num_committed - num_rows)  # 0 trims sliding layers
         if num_committed == num_rows:
             return False
         for place, (layer, state) in enumerate(zip(self.copied, self.copies, strict=True)):
@@ -125,7 +140,15 @@ class Rollback:
             vars(layer).update(state)
             if self.recurrences:
                 self.recurrences[place].run_again(num_committed)
-        return replay
+        return False
+
+    def _put_back(self, num_rows: int) -> None:
+        """Let the cache be as it was before a block of `num_rows`."""
+        for layer in self.cropped:
+            layer.crop(-num_rows)
+        for layer, state in zip(self.copied, self.copies, strict=True):
+            vars(layer).update(state)
+        self.undecided = 0
 
     def after_ragged_block(self, columns: torch.Tensor, num_columns: int) -> None:
         """Keep different tokens in each row.
@@ -134,6 +157,7 @@ class Rollback:
             columns: `(b, n)`, which of the cache's columns, the block's included, become its new ones.
             num_columns: how many there were, those that sliding layers no longer hold included.
         """
+        self.undecided = 0
         for layer in self.layers:
             if not layer.is_initialized:  # it shares another one's keys
                 continue
@@ -150,7 +174,7 @@ class Rollback:
             if layer.is_initialized:
                 layer.batch_select_indices(rows.to(layer.keys.device))
 
-    def empty(self) -> None:
+    def _empty(self) -> None:
         """Forget everything, so that a cache whose rows have left it is not taken for a whole one."""
         for layer in self.layers:
             layer.keys = layer.values = None

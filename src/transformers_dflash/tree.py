@@ -130,17 +130,17 @@ def tree_inputs(
         num_cached: tokens that it holds.
         inputs: `position_ids` `(b, N + 1)`, and an `attention_mask` `(b, num_cached + N + 1)` or none.
     """
+    positions = inputs["position_ids"]
     depths = torch.tensor([[0, *tree.depths] for tree in trees])  # (b, N + 1)
     ancestors = torch.stack([tree.ancestors() for tree in trees])  # (b, N + 1, N + 1)
     mask = inputs.get("attention_mask")
     kept = None if mask is None else mask[:, :num_cached].cpu() != 0  # (b, n), False where a row has padding
     masks = {
         "full_attention" if window is None else "sliding_attention": _as_argument(
-            model, _seen(ancestors, depths, num_cached, kept, window)
+            model, _seen(ancestors, depths, num_cached, kept, window).to(positions.device)
         )
         for window in set(_windows(cache))
     }
-    positions = inputs["position_ids"]
     return inputs | {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
         "position_ids": positions[:, :1] + depths.to(positions.device),
@@ -162,7 +162,7 @@ def _seen(
 
 
 def _as_argument(model: PreTrainedModel, seen: torch.Tensor) -> torch.Tensor:
-    seen = seen[:, None].to(model.device)  # (b, 1, N + 1, columns + N + 1)
+    seen = seen[:, None]  # (b, 1, N + 1, columns + N + 1)
     if model.config._attn_implementation == "sdpa":
         return seen
     least = torch.finfo(model.dtype).min
@@ -199,7 +199,7 @@ def why_no_tree(
         return "its positions have several axes"
     known = _takes_trees.setdefault(model, {})
     if implementation not in known:
-        known[implementation] = _verifies_a_small_tree(model, cache_name)
+        known[implementation] = _verifies_a_small_tree(model, cache_name, position_ids.device)
     return None if known[implementation] else "it does not give a tree's nodes the logits that it gives their chains"
 
 
@@ -209,7 +209,7 @@ def _windows(cache: Cache) -> list[int | None]:
 
 
 @torch.no_grad()
-def _verifies_a_small_tree(model: PreTrainedModel, cache_name: str) -> bool:
+def _verifies_a_small_tree(model: PreTrainedModel, cache_name: str, device: torch.device) -> bool:
     """Whether two siblings, and a child of the first, get the logits that they would get in chains of their own.
 
     Some classes make masks of their own whatever they are given, or take positions from their cache. The measure is
@@ -219,16 +219,16 @@ def _verifies_a_small_tree(model: PreTrainedModel, cache_name: str) -> bool:
     prompt, anchor, one, other, child = [3 % size, 5 % size, 7 % size], 11 % size, 13 % size, 17 % size, 19 % size
 
     def last(*ids: int) -> torch.Tensor:
-        tokens = torch.tensor([[*prompt, anchor, *ids]], device=model.device)
+        tokens = torch.tensor([[*prompt, anchor, *ids]], device=device)
         return model(input_ids=tokens, use_cache=False).logits[0, -1].float()
 
     tree = DraftTree(tokens=[one, other, child], parents=[0, 0, 1], depths=[1, 1, 2])
     cache = DynamicCache(config=model.config)
     try:
-        model(input_ids=torch.tensor([prompt], device=model.device), **{cache_name: cache})
-        block = torch.tensor([[anchor, *tree.tokens]], device=model.device)
+        model(input_ids=torch.tensor([prompt], device=device), **{cache_name: cache})
+        block = torch.tensor([[anchor, *tree.tokens]], device=device)
         start = len(prompt)
-        positions = torch.arange(start, start + len(tree) + 1, device=model.device)[None]
+        positions = torch.arange(start, start + len(tree) + 1, device=device)[None]
         inputs = tree_inputs(model, cache, [tree], start, {"position_ids": positions})
         got = model(input_ids=block, **inputs, **{cache_name: cache}).logits[0, 2:].float()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
 
 from ..configuration_dflash import DFlashDraftConfig
 from ..hub import push_to_hub, write_card
@@ -20,6 +21,7 @@ from .data import Document
 from .features import LAST_STATES, FeatureStore, TargetFeatures, fingerprint
 from .objective import LOSSES, Objective, default_gamma, needs_teacher
 
+logger = logging.get_logger(__name__)
 _TOLERATED_STEPS = 10  # in a row, without finite gradients
 
 
@@ -106,8 +108,9 @@ class BlockDataset(Dataset):
         if features is not None and len(features) != len(documents):
             raise ValueError(f"{features.folder} holds {len(features)} documents, there are {len(documents)}")
 
-    def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate's data loader."""
+    def start_epoch(self, epoch: int) -> None:
+        """Draw anchors anew. It is not named `set_epoch`, which accelerate's data loaders call with an epoch of their
+        own, and do not call where processes share the data or a run goes on amid an epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -206,6 +209,11 @@ class DFlashTrainer(Trainer):
             )
         if eval_documents is not None:
             datasets["eval_dataset"] = BlockDataset(eval_documents, None, config.num_candidates)
+        if args.n_gpu > 1:
+            logger.warning(
+                f"One of {args.n_gpu} GPUs is used: start the training by torchrun or accelerate launch to use all."
+            )
+            args._n_gpu = 1  # else Trainer would wrap the draft in DataParallel, which cannot split blocks
         super().__init__(model=model, args=args, data_collator=collate, **datasets, **kwargs)
         target.to(self.args.device)
         self.model_accepts_loss_kwargs = True  # losses are divided by the blocks of the whole step, not of a batch
@@ -216,6 +224,8 @@ class DFlashTrainer(Trainer):
                 "head of its own or the selector of DFlash 2, train without --fsdp: every process then holds it all"
             )
         self.add_callback(_SkipNonFiniteSteps())
+        if train_documents is not None:
+            self.add_callback(_DrawAnchors(self.train_dataset))
         self._places: dict[str, torch.Tensor] | None = None
         self._logged_at = time.perf_counter()
 
@@ -441,6 +451,16 @@ def refuse_unfit_tokens(documents: Sequence[Document], mask_token_id: int, num_e
                 f"document {number} holds the draft's mask_token_id {mask_token_id} as a real token: choose an id "
                 "that no text uses (a reserved or unused row of the target's embedding)"
             )
+
+
+class _DrawAnchors(TrainerCallback):
+    """Lets every epoch have anchors of its own."""
+
+    def __init__(self, dataset: BlockDataset):
+        self.dataset = dataset
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.dataset.start_epoch(int(state.epoch or 0))
 
 
 class _SkipNonFiniteSteps(TrainerCallback):

@@ -524,21 +524,21 @@ def test_a_target_is_probed_once(target, draft, monkeypatch):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_probe_sees_a_mask_and_positions_that_have_no_effect(targets, name, monkeypatch):
     """Negative controls: what a class does that makes its own masks, or counts rows for positions."""
-    assert tree._verifies_a_small_tree(targets[name], CACHE)
+    assert tree._verifies_a_small_tree(targets[name], CACHE, torch.device("cpu"))
     half = copy.deepcopy(targets[name]).to(torch.bfloat16)
-    assert tree._verifies_a_small_tree(half, CACHE)
+    assert tree._verifies_a_small_tree(half, CACHE, torch.device("cpu"))
     original = tree._seen
     with monkeypatch.context() as patch:
         patch.setattr(
             tree, "_seen", lambda ancestors, *given: original(ancestors.new_ones(ancestors.shape).tril(), *given)
         )
-        assert not tree._verifies_a_small_tree(targets[name], CACHE)
-        assert not tree._verifies_a_small_tree(half, CACHE)
+        assert not tree._verifies_a_small_tree(targets[name], CACHE, torch.device("cpu"))
+        assert not tree._verifies_a_small_tree(half, CACHE, torch.device("cpu"))
     inputs = tree.tree_inputs
     monkeypatch.setattr(
         tree, "tree_inputs", lambda *given: inputs(*given) | {"position_ids": given[-1]["position_ids"]}
     )
-    assert not tree._verifies_a_small_tree(targets[name], CACHE)
+    assert not tree._verifies_a_small_tree(targets[name], CACHE, torch.device("cpu"))
 
 
 # The option

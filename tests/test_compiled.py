@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import CACHE, COMMON, VOCAB, make_draft, make_target, prompt
 from oracle import oracle
+from test_costs import costing, drafting
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, StaticCache
 from transformers.cache_utils import StaticLayer
@@ -63,6 +64,20 @@ def test_one_graph_for_all_rounds_and_calls():
     with torch.compiler.set_stance("fail_on_recompile"):
         for length, num_right in ((7, 0), (9, 5), (12, 2)):
             check(target, draft, length, num_right, config=on_cpu(), **static_cache(target))
+    assert num_graphs() == 1
+
+
+@pytest.mark.slow
+def test_plain_steps_while_the_draft_rests_go_through_the_graph_too(target, monkeypatch):
+    costing(monkeypatch, per_row=0.0, drafting=1.0)
+    draft = drafting(make_draft(target), assistant_confidence_threshold="auto")
+    answer = greedy(target, prompt(7))
+    with oracle(answer, 0, VOCAB):
+        out = greedy(
+            target, prompt(7), draft, compile_config=TRACED, return_dict_in_generate=True, **static_cache(target)
+        )
+    assert torch.equal(out.sequences, answer)
+    assert out.speculation.rested >= 4 + 8
     assert num_graphs() == 1
 
 

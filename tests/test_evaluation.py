@@ -552,6 +552,18 @@ def test_partings_are_measured_by_the_target(target):
     assert parting_gap(target, ids, plain[:2], plain, 2) == math.inf
 
 
+def test_partings_are_measured_as_the_targets_own_processors_leave_its_scores(target, monkeypatch):
+    ids = [5, 6, 7]
+    with torch.no_grad():
+        logits = target(torch.tensor([[*ids, 8]])).logits[0, -1]
+    best = int(logits.argmax())
+    assert parting_gap(target, ids, [8, best], [8, best], 1) == 0
+    monkeypatch.setattr(target.generation_config, "suppress_tokens", [best])
+    second = int(logits.topk(2).indices[1])
+    assert parting_gap(target, ids, [8, second], [8, second], 1) == 0
+    assert parting_gap(target, ids, [8, best], [8, second], 1) == math.inf
+
+
 def test_partings_reach_the_report():
     settings = {"temperature": 0.0, "max_new_tokens": 3, "plain": True, "device": "x", "batch_size": 1}
     settings |= {"gguf_file": None, "target": "t", "command": "c"}

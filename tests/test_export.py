@@ -84,6 +84,7 @@ def test_a_draft_goes_to_a_layout_and_back(tmp_path, target_folder, layout, conf
     source = write_draft(tmp_path / "source", config)
     convert(source, tmp_path / "ours", "dflash")
     convert(tmp_path / "ours", tmp_path / "theirs", layout, target_folder)
+    assert "\n# theirs\n" in (tmp_path / "theirs" / "README.md").read_text()
     convert(tmp_path / "theirs", tmp_path / "again", "dflash")
     assert_same_draft(tmp_path / "ours", source)
     assert_same_draft(tmp_path / "theirs", source, extra=frozenset({"t2d"}))

@@ -14,11 +14,12 @@ import pytest
 import torch
 from conftest import MASK, REAL_DRAFT, REPO, make_draft, make_target, prompt
 from hub_server import HubServer
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from transformers_dflash import DFlashDraftConfig, DFlashDraftModel
 from transformers_dflash.cli import main
-from transformers_dflash.hub import is_by_hand, render_card, write_card
+from transformers_dflash.hub import is_by_hand, push, render_card, write_card
 
 TARGET_ID = "me/Tiny-Target"
 DRAFT_ID = "me/Tiny-Target-DFlash"
@@ -254,6 +255,17 @@ def test_a_pushed_draft_works_with_this_package_and_without_it(hub, models, tmp_
 
 
 @pytest.mark.slow
+def test_a_hub_that_cannot_be_reached_is_not_taken_for_one_without_a_card(tmp_path, monkeypatch):
+    def unreachable(*_args, **_options):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(push, "hf_hub_download", unreachable)
+    config = make_draft(make_target("llama")).config
+    with pytest.raises(LocalEntryNotFoundError):
+        push.write_published_card(tmp_path, HfApi(), DRAFT_ID, None, config)
+    assert not (tmp_path / "README.md").exists()
+
+
 def test_pushing_again_replaces_the_weights_and_keeps_the_card_of_a_person(hub, models, tmp_path):
     options = 'private=True, max_shard_size="20KB", tags="llama"'
     assert run(hub, tmp_path, PUSH.format(models=models, options=options)).returncode == 0

@@ -19,7 +19,13 @@ from huggingface_hub import InferenceClient
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from transformers_dflash import DFlashDraftConfig, DFlashDraftModel
-from transformers_dflash.training.command import answer_prompts, parse_options, read_documents, train_command
+from transformers_dflash.training.command import (
+    answer_prompts,
+    last_checkpoint,
+    parse_options,
+    read_documents,
+    train_command,
+)
 from transformers_dflash.training.regenerate import ResponseFile, answer_by_server, answer_in_process, mark, regenerate
 
 PROGRAM = str(Path(sys.executable).with_name("transformers-dflash"))
@@ -148,13 +154,41 @@ def test_two_processes_give_the_losses_of_one_whole_or_sharded(target_folder, an
             env=ENVIRONMENT,
         )
         assert both.returncode == 0, both.stdout + both.stderr[:3000]
-        assert ("DDP" in both.stderr) == (name == "whole")  # where it warns of itself
         names = ("loss", "grad_norm")
         assert history(tmp_path / name, *names) == pytest.approx(history(tmp_path / "alone", *names), rel=1e-4)
         one, two = (AutoModel.from_pretrained(tmp_path / each) for each in ("alone", name))
         assert two.dtype == torch.bfloat16
         for key, weight in one.state_dict().items():
             torch.testing.assert_close(two.state_dict()[key], weight, atol=1e-2, rtol=1e-2)
+
+
+WITH_A_SELECTOR = """
+from conftest import make_draft, make_target
+from test_training import arguments, document
+from transformers_dflash.training import DFlashTrainer
+
+target = make_target("llama")
+draft = make_draft(target, selector_rank=4, selector_top_k=6, conv_kernel_size=2, conv_group_size=8)
+options = arguments("out", max_steps=2, ddp_backend="gloo", per_device_train_batch_size=1)
+trainer = DFlashTrainer(draft, target, options, [document(30, 4, n) for n in range(4)])
+trainer.train()
+print("processes", trainer.args.world_size)
+"""
+
+
+@pytest.mark.slow
+def test_parts_that_stand_after_the_forward_pass_are_trained_by_two_processes(tmp_path):
+    (tmp_path / "script.py").write_text(WITH_A_SELECTOR)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29613"]
+    both = subprocess.run(
+        [*command, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=ENVIRONMENT | {"PYTHONPATH": str(REPO / "tests")},
+    )
+    assert both.stdout.count("processes 2") == 2, both.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -272,6 +306,10 @@ class StandInServer(BaseHTTPRequestHandler):
         if "chat_template_kwargs" in request:
             message["content"] += f" {request['chat_template_kwargs']}"
         choice = {"index": 0, "finish_reason": "stop", "message": message}
+        if "too long" in message["content"]:
+            choice |= {"finish_reason": "length", "message": message | {"content": None, "reasoning": "so much"}}
+        elif "hard" in message["content"]:
+            message["reasoning"] = "let me see"
         reply = {"id": "1", "created": 1, "model": request["model"], "object": "chat.completion", "choices": [choice]}
         reply |= {"system_fingerprint": "", "usage": {"completion_tokens": 1, "prompt_tokens": 1, "total_tokens": 2}}
         body = json.dumps(reply).encode()
@@ -285,7 +323,7 @@ class StandInServer(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_answers_and_a_failure_keeps_what_was_answered(tmp_path):
+def test_a_server_answers_and_a_failure_keeps_what_was_answered(smollm2_tokenizer, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandInServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = InferenceClient(base_url=f"http://127.0.0.1:{server.server_port}", timeout=10)
@@ -308,7 +346,25 @@ def test_a_server_answers_and_a_failure_keeps_what_was_answered(tmp_path):
     assert answered[5]["messages"][-1] == {"role": "assistant", "content": "to question 5"}
     [answered] = answer_by_server([(0, rows[0])], client, "model", 1, max_new_tokens=5, enable_thinking=False)
     assert answered[0]["messages"][-1]["content"] == "to question 0 {'enable_thinking': False}"
+
+    rows, path = [{"prompt": text} for text in ("easy", "too long", "hard")], tmp_path / "more.jsonl"
+    regenerate(rows, path, answer)
+    by_index = {row["index"]: row for row in map(json.loads, path.read_text().splitlines())}
+    assert by_index[1]["finish_reason"] == "length"  # known, so that it is not asked again
+    assert by_index[2]["messages"][-1]["reasoning_content"] == "let me see"
+    assert len(read_documents(str(path), smollm2_tokenizer, 100)) == 2
     server.shutdown()
+
+
+def test_the_newest_whole_checkpoint_is_gone_on_with(tmp_path):
+    assert last_checkpoint(tmp_path) is None
+    for steps in (2, 10, 12):
+        (tmp_path / f"checkpoint-{steps}").mkdir()
+        (tmp_path / f"checkpoint-{steps}" / "model.safetensors").touch()
+    assert last_checkpoint(tmp_path) is None  # all were cut off while they were written
+    for steps in (2, 10):
+        (tmp_path / f"checkpoint-{steps}" / "trainer_state.json").touch()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 @pytest.mark.parametrize("thinking", [None, True, False])

@@ -10,6 +10,7 @@ from conftest import MASK, VOCAB, make_draft, make_target, prompt
 from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModel, EarlyStoppingCallback
+from transformers.trainer_utils import HubStrategy
 
 from transformers_dflash import cli
 from transformers_dflash.target import Target, draft_logits
@@ -434,6 +435,38 @@ def test_of_several_gpus_one_is_used_where_no_launcher_started_the_processes(tar
     trainer = DFlashTrainer(draft, target, options, [document(30, 4, 0)])
     assert trainer.args.n_gpu == 1
     trainer.train()
+
+
+def test_the_card_tells_of_the_weights_that_are_kept(target, draft, tmp_path):
+    documents = [document(30, 4, n) for n in range(6)]
+    options = {"num_train_epochs": 3, "eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "acceptance_length"}
+    trainer = DFlashTrainer(draft, target, arguments(tmp_path, **options), documents[:4], documents[4:])
+    lengths = iter([1.5, 2.5, 1.25])
+    trainer.acceptance_length = lambda _documents: next(lengths)
+    trainer.train()
+    trainer.record()
+    table = draft.config.model_card["training"]
+    assert [table[name] for name in ("epochs", "steps")] == [2.0, 4]
+    assert table["acceptance_length_on_held_out_prompts"] == 2.5
+
+
+def test_only_the_draft_is_published_while_it_is_trained(target, draft, tmp_path, monkeypatch):
+    trainer = DFlashTrainer(draft, target, arguments(tmp_path), [document(30, 4, 0)])
+    said = []
+    monkeypatch.setattr(trainer, "push_to_hub", said.append)
+    trainer._push_from_checkpoint(str(tmp_path))
+    assert said == ["Training in progress, step 0"]
+    trainer.args.hub_strategy = HubStrategy.END
+    trainer._push_from_checkpoint(str(tmp_path))
+    assert len(said) == 1
+
+
+def test_a_target_that_is_spread_over_devices_stays_where_it_is(targets, tmp_path, monkeypatch):
+    target = copy.deepcopy(targets["llama"])
+    target.hf_device_map = {"model": 0, "lm_head": 1}
+    monkeypatch.setattr(target, "to", lambda *_: pytest.fail("it was moved"))
+    DFlashTrainer(make_draft(target), target, arguments(tmp_path), [document(30, 4, 0)])
 
 
 def test_a_step_without_finite_gradients_is_left_out(target, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from transformers_dflash.configuration_dflash import default_target_layer_ids
 from transformers_dflash.training import DFlashTrainer, DFlashTrainingArguments, FeatureStore
 from transformers_dflash.training.command import read_documents
 
+_MOST_HELD_OUT = 16  # documents
 MATCHED = "aligned-matched"  # with as many parameters as the fused draft of these taps and layers
 # name: (injection, normed taps, taps, draft layers)
 ARMS = {
@@ -106,7 +107,10 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype, **gguf).eval()
     mask = options.mask_token_id
     documents = [one for one in read_documents(options.data, tokenizer, 2048) if mask not in one.ids]
-    documents, held_out = documents[: options.documents], documents[-16:]
+    count = min(_MOST_HELD_OUT, len(documents) // 4)  # the last ones
+    if count == 0:
+        raise SystemExit(f"{options.data} holds {len(documents)} documents, too few to hold some of them out")
+    documents, held_out = documents[:-count][: options.documents], documents[-count:]
     configs = {arm: make_config(target, arm, options.block_size, mask) for arm in ARMS}
     # Of all arms, so that the features serve whatever arms run now or later.
     union = sorted({layer for config in configs.values() for layer in config.target_layer_ids})
@@ -116,6 +120,11 @@ def main() -> None:
     clock = time.perf_counter if torch.accelerator.is_available() else time.process_time
     results = options.output / "results.csv"
     rows = list(csv.DictReader(results.open())) if results.is_file() else []
+    names = ("steps", "batch", "anchors", "block_size", "learning_rate", "new_tokens", "dtype")
+    settings = {"documents": len(documents)} | {name: getattr(options, name) for name in names}
+    if other := [row for row in rows if any(row.get(name) != str(value) for name, value in settings.items())]:
+        found = {name: other[0].get(name) for name in settings}
+        raise SystemExit(f"{results} holds arms of other settings, {found} and not {settings}: name another --output")
     done = {(row["arm"], row["seed"]) for row in rows}
     for seed in range(options.seeds):
         for arm in options.arms:
@@ -146,8 +155,11 @@ def main() -> None:
             trainer.train()
             seconds = clock() - start
             metrics = trainer.evaluate()
-            row = {"arm": arm, "seed": seed, "parameters": size(config), "training_seconds": round(seconds, 1)}
-            row["feature_bytes_per_token"] = 2 * len(config.target_layer_ids) * config.target_hidden_size
+            row = {"arm": arm, "seed": seed, **settings}
+            row |= {"parameters": size(config), "training_seconds": round(seconds, 1)}
+            row["feature_bytes_per_token"] = (
+                target.dtype.itemsize * len(config.target_layer_ids) * config.target_hidden_size
+            )
             row["draft_milliseconds"] = round(1000 * latency(draft.to(target.dtype)), 2)
             row["acceptance_length"] = round(metrics["eval_acceptance_length"], 4)
             for place in range(1, config.num_candidates + 1):

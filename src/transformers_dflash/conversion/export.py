@@ -65,6 +65,7 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
     try:
         part.mkdir(parents=True)
         draft.save_pretrained(part, state_dict=weights)
+        draft.hub.write_card(part, draft.config, destination.name)  # the one there names this folder
         if exported is not None:
             exported["dtype"] = str(draft.dtype).removeprefix("torch.")
             (part / "config.json").write_text(json.dumps(exported, indent=2, sort_keys=True) + "\n")

@@ -250,7 +250,9 @@ def turns(prompts: list[tuple[str, int]], methods: list[str]) -> Iterator[Key]:
 
 @torch.no_grad()
 def parting_gap(target: PreTrainedModel, ids: list[int], answer: list[int], plain: list[int], place: int) -> float:
-    """How far the worse of the tokens where two answers part lies below the target's best logit, over its magnitude.
+    """How far the worse of the tokens where two answers part lies below the target's best score, over its magnitude.
+
+    Scores are the logits as the target's own processors leave them, such as its `repetition_penalty`.
 
     Args:
         ids: the prompt.
@@ -258,9 +260,12 @@ def parting_gap(target: PreTrainedModel, ids: list[int], answer: list[int], plai
     """
     if place >= min(len(answer), len(plain)):
         return math.inf
-    logits = target(torch.tensor([ids + plain[:place]], device=target.device)).logits[0, -1].float()  # (V,)
-    best = logits.max()
-    return float((best - logits[[answer[place], plain[place]]].min()) / best.abs())
+    context = torch.tensor([ids + plain[:place]], device=target.device)
+    options = {"do_sample": False, "max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
+    out = target.generate(context, attention_mask=torch.ones_like(context), **options)
+    scores = out.scores[0][0].float()  # (V,)
+    best = scores.max()
+    return float((best - scores[[answer[place], plain[place]]].min()) / best.abs())
 
 
 def prompt_ids(chat: list[dict[str, Any]], tokenizer: Any, no_thinking: bool) -> list[int]:

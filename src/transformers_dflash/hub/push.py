@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from ..configuration_dflash import DFlashDraftConfig
@@ -135,7 +135,7 @@ def write_published_card(
             repo_id, CARD, revision=revision, token=api.token, local_dir=Path(folder) / ".card"
         )
         keep = is_by_hand(read_card(Path(published)))
-    except (EntryNotFoundError, RevisionNotFoundError):
+    except (RemoteEntryNotFoundError, RevisionNotFoundError):  # and not that the Hub cannot be reached
         keep = False
     finally:
         shutil.rmtree(Path(folder) / ".card", ignore_errors=True)

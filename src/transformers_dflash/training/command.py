@@ -24,6 +24,7 @@ from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, ref
 
 PROGRAM = "transformers-dflash train"
 DTYPES = ("bfloat16", "float16", "float32")
+_LONGEST_PREPARATION = 14 * 24 * 3600  # seconds in which other processes wait for answers and features
 
 
 def _option(help: str, default: Any = None, **more: Any) -> Any:
@@ -101,7 +102,7 @@ def train_command(arguments: Sequence[str]) -> int:
 
     sources = list(options.data or ())
     if options.prompts:
-        with training.main_process_first(desc="answering the prompts"):
+        with training.main_process_first(local=False, desc="answering the prompts"):
             answer_prompts(options, output / "answers.jsonl", target, tokenizer)
         sources.append(str(output / "answers.jsonl"))
     reading = {"tokenizer": tokenizer, "max_length": options.max_length, **options.template_options}
@@ -139,18 +140,21 @@ def train_command(arguments: Sequence[str]) -> int:
         if options.features is None
         else store_features(options, draft, training, documents, target),
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or has_checkpoint(output))
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or last_checkpoint(output))
     finished = trainer.whole_model()
     if trainer.is_world_process_zero():
         trainer.record()
         finished.to(getattr(torch, options.save_dtype)).save_pretrained(output)
         print(f"the draft is in {output}")
+    if training.push_to_hub:
+        trainer.push_to_hub()
     return 0
 
 
 def parse_options(arguments: Sequence[str]) -> tuple[TrainOptions, DFlashTrainingArguments]:
     """What was asked for on the command line."""
     parser = HfArgumentParser((TrainOptions, DFlashTrainingArguments), prog=PROGRAM, description=__doc__)
+    parser.set_defaults(ddp_timeout=_LONGEST_PREPARATION)
     options, training = parser.parse_args_into_dataclasses(list(arguments))
     return options, training
 
@@ -172,6 +176,12 @@ def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, t
 
     with tqdm(total=len(rows), desc="answers", unit="row") as bar:
         regenerate(rows, path, answer, bar.update, **options.template_options)
+    cut = sum("finish_reason" in row for row in read_rows(path))
+    if cut:
+        print(
+            f"{path}: {cut} of {len(rows)} answers did not end within {options.answer_new_tokens} tokens and are left "
+            "out: for more of them, raise --answer_new_tokens and use another output folder"
+        )
 
 
 def read_documents(source: str, tokenizer: Any, max_length: int, **template_options) -> list[Document]:
@@ -262,12 +272,15 @@ def store_features(options, draft, training, documents, target) -> FeatureStore:
     tokens = sum(len(document.ids) for document in documents)
     size = tokens * bytes_per_token(target, layers) / 2**30
     print(f"the target's states of {tokens} tokens take {size:.2f} GiB in {options.features}", flush=True)
-    with training.main_process_first(desc="states"), tqdm(total=len(documents), desc="states", unit="document") as bar:
+    bar = tqdm(total=len(documents), desc="states", unit="document")
+    with training.main_process_first(local=False, desc="states"), bar:
         return FeatureStore.build(options.features, documents, target, layers, bar.update)
 
 
-def has_checkpoint(output: Path) -> bool:
-    return any(output.glob("checkpoint-*"))
+def last_checkpoint(output: Path) -> str | None:
+    """The newest checkpoint that is whole: what Trainer writes last is there."""
+    whole = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
 
 def describe(draft: DFlashDraftModel, model: nn.Module, documents: Sequence[Document], held_out: Sequence) -> str:

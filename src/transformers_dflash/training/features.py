@@ -183,7 +183,7 @@ def _shard(folder: Path, number: int) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{os.getpid()}.part")  # the processes of one run write the same
     part.write_text(text)
     part.rename(path)
 

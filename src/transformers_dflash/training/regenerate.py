@@ -150,6 +150,10 @@ def answer_by_server(
 ) -> Iterator[list[dict[str, Any]]]:
     """Answer by an OpenAI-compatible server (vLLM, SGLang, llama.cpp), many at a time; rows hold `messages`.
 
+    An answer that did not end by itself is not kept, since a chat template would end it: such a row holds the
+    `finish_reason`, and an empty `response`. What the server tells apart as reasoning is kept as `reasoning_content`,
+    where templates look for it.
+
     Raises:
         RuntimeError: a request failed; what was answered before it is kept.
     """
@@ -163,8 +167,14 @@ def answer_by_server(
             temperature=temperature,
             extra_body={"chat_template_kwargs": template_options} if template_options else None,
         )
-        content = reply.choices[0].message.content
-        return {"index": index, "messages": [*messages, {"role": "assistant", "content": content}]}
+        choice = reply.choices[0]
+        if choice.finish_reason != "stop" or choice.message.content is None:
+            return {"index": index, "messages": messages, "response": "", "finish_reason": choice.finish_reason}
+        answer = {"role": "assistant", "content": choice.message.content}
+        # vLLM's name, and that of SGLang and older ones of vLLM
+        if reasoning := choice.message.get("reasoning") or choice.message.get("reasoning_content"):
+            answer["reasoning_content"] = reasoning
+        return {"index": index, "messages": [*messages, answer]}
 
     waiting = iter(missing)
     with ThreadPoolExecutor(concurrency) as pool:

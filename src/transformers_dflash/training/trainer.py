@@ -51,6 +51,10 @@ class DFlashTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.ddp_find_unused_parameters is None:
+            # All are used; but DDP would look for them in the graph of the forward pass alone, where a head of the
+            # draft's own or a selector does not stand.
+            self.ddp_find_unused_parameters = False
         self.remove_unused_columns = False  # the batches are not the model's arguments
         self.label_names = ["labels"]
         if self.loss_type not in LOSSES:
@@ -208,14 +212,15 @@ class DFlashTrainer(Trainer):
                 self.layer_ids,
             )
         if eval_documents is not None:
-            datasets["eval_dataset"] = BlockDataset(eval_documents, None, config.num_candidates)
+            datasets["eval_dataset"] = BlockDataset(eval_documents, args.anchors_per_document, config.num_candidates)
         if args.n_gpu > 1:
             logger.warning(
                 f"One of {args.n_gpu} GPUs is used: start the training by torchrun or accelerate launch to use all."
             )
             args._n_gpu = 1  # else Trainer would wrap the draft in DataParallel, which cannot split blocks
         super().__init__(model=model, args=args, data_collator=collate, **datasets, **kwargs)
-        target.to(self.args.device)
+        if len(set((getattr(target, "hf_device_map", None) or {"": 0}).values())) == 1:  # else hooks move its inputs
+            target.to(self.args.device)
         self.model_accepts_loss_kwargs = True  # losses are divided by the blocks of the whole step, not of a batch
         outside = config.own_embedding or config.draft_vocab_size or config.selector_rank
         if self.is_fsdp_enabled and (model is not draft or outside):
@@ -226,6 +231,7 @@ class DFlashTrainer(Trainer):
         self.add_callback(_SkipNonFiniteSteps())
         if train_documents is not None:
             self.add_callback(_DrawAnchors(self.train_dataset))
+        self._best_step: int | None = None  # once the best checkpoint's weights are loaded
         self._places: dict[str, torch.Tensor] | None = None
         self._logged_at = time.perf_counter()
 
@@ -327,25 +333,37 @@ class DFlashTrainer(Trainer):
         """Note in the draft's config how it was trained, for its model card; older results are no longer its own."""
         args, state = self.args, self.state
         documents = self.train_dataset.documents if self.train_dataset is not None else []
-        held_out = [
-            entry["eval_acceptance_length"] for entry in state.log_history if "eval_acceptance_length" in entry
-        ]
+        step = state.global_step if self._best_step is None else self._best_step
+        history = [entry for entry in state.log_history if entry["step"] <= step]
+        held_out = [entry["eval_acceptance_length"] for entry in history if "eval_acceptance_length" in entry]
+        epochs = [entry["epoch"] for entry in history if "epoch" in entry]
         schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         table = {
             "documents": len(documents),
             "response_tokens": sum(document.num_response_tokens for document in documents),
-            "epochs": round(state.epoch or 0.0, 2),
-            "steps": state.global_step,
+            "epochs": round((state.epoch if self._best_step is None else epochs[-1]) or 0.0, 2),
+            "steps": step,
             "documents_per_step": batch,
             "anchors_per_document": args.anchors_per_document,
             "loss": args.loss_type,
             "learning_rate": f"{args.learning_rate:g}, {schedule}",
             "precision": "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
             "seed": args.seed,
-        } | ({"acceptance_length_on_held_out_prompts": round(held_out[-1], 3)} if held_out else {})
+        }
+        if held_out and held_out[-1] > 0:  # nan where no answer had a round
+            table["acceptance_length_on_held_out_prompts"] = round(held_out[-1], 3)
         config = draft_of(self.accelerator.unwrap_model(self.model)).config
         config.model_card = {**(config.model_card or {}), "training": table, "results": None}
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._best_step = self.state.best_global_step
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish the draft alone, and not what else lies in the output folder, such as the target's answers."""
+        if self.args.hub_strategy != "end":
+            self.push_to_hub(f"Training in progress, step {self.state.global_step}")
 
     def _save(self, output_dir=None, state_dict=None):
         self.record()

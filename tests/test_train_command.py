@@ -146,6 +146,7 @@ def test_two_processes_give_the_losses_of_one_whole_or_sharded(target_folder, an
     sharded = ["--fsdp", "full_shard", "--fsdp_config", tmp_path / "fsdp.json", "--eval_strategy", "epoch"]
     for name, program, more in (("whole", PROGRAM, []), ("sharded", REPO / "tests" / "fsdp_on_cpu.py", sharded)):
         command = [*launcher, program, "train", *options, "--output_dir", tmp_path / name, *more]
+        command += ["--ddp_find_unused_parameters", "true"]  # for DDP's warning, by which it is known
         both = subprocess.run(
             [*map(str, command), "--per_device_train_batch_size", "2", "--ddp_backend", "gloo"],
             capture_output=True,
@@ -154,6 +155,7 @@ def test_two_processes_give_the_losses_of_one_whole_or_sharded(target_folder, an
             env=ENVIRONMENT,
         )
         assert both.returncode == 0, both.stdout + both.stderr[:3000]
+        assert ("DDP" in both.stderr) == (name == "whole")  # where it warns of itself
         names = ("loss", "grad_norm")
         assert history(tmp_path / name, *names) == pytest.approx(history(tmp_path / "alone", *names), rel=1e-4)
         one, two = (AutoModel.from_pretrained(tmp_path / each) for each in ("alone", name))

@@ -22,7 +22,7 @@ def speeds(axes, results: dict) -> None:
     axes.set(yticks=range(len(methods)), yticklabels=methods, xlabel="tokens per second over plain generate")
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    _legend_below(axes)
 
 
 def batches(axes, results: dict) -> None:
@@ -31,7 +31,7 @@ def batches(axes, results: dict) -> None:
         axes.plot([int(size) for size in by_size], list(by_size.values()), marker="o", label=name)
     axes.set(xlabel="sequences in a batch", ylabel="tokens per second, all together", ylim=(0, None))
     _logarithmic(axes, [int(size) for size in next(iter(results.values()))])
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    _legend_below(axes)
 
 
 def contexts(axes, results: dict) -> None:
@@ -41,6 +41,10 @@ def contexts(axes, results: dict) -> None:
         axes.plot(lengths, [1000 * own[name] for own in results.values()], marker="o", label=label)
     axes.set(xlabel="tokens of context", ylabel="milliseconds", ylim=(0, None))
     _logarithmic(axes, lengths)
+    _legend_below(axes)
+
+
+def _legend_below(axes) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 

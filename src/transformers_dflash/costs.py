@@ -66,10 +66,14 @@ class RoundCosts:
         (low, fast), (high, slow) = self.verifying[following - 1], self.verifying[following]
         return max(0.0, fast + (slow - fast) * (rows - low) / (high - low))
 
+    def drafting_seconds(self, sequences: int) -> float:
+        """One pass of the draft over a block of each sequence."""
+        one, all_blocks = self.forward_seconds(self.block_rows), self.forward_seconds(sequences * self.block_rows)
+        return self.drafting * (all_blocks / one if one else 1.0)
+
     def seconds(self, rows: int, sequences: int = 1) -> float:
         """A round in which `sequences` blocks are drafted and the target runs over `rows` rows."""
-        one, all_blocks = self.forward_seconds(self.block_rows), self.forward_seconds(sequences * self.block_rows)
-        return self.drafting * (all_blocks / one if one else 1.0) + self.forward_seconds(rows)
+        return self.drafting_seconds(sequences) + self.forward_seconds(rows)
 
     def saved(self, rows: int, sequences: int, tokens: int) -> float:
         """Seconds by which a round is shorter than the plain steps that it stands for.
@@ -91,10 +95,11 @@ class RoundCosts:
                 rate is the end, so that whether a candidate stays depends on no gain after its own.
         """
         expected = float(sequences)  # the target's own tokens
-        rates = [expected / self.seconds(sequences, sequences)]
+        drafting = self.drafting_seconds(sequences)  # the same for any number of candidates
+        rates = [expected / (drafting + self.forward_seconds(sequences))]
         for count, gain in enumerate(gains, start=1):
             expected += gain
-            rates.append(expected / self.seconds(sequences * (count + 1), sequences))
+            rates.append(expected / (drafting + self.forward_seconds(sequences * (count + 1))))
             if not looks_ahead and rates[-1] < rates[-2]:
                 break
         return rates.index(max(rates))

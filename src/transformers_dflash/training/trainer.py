@@ -76,7 +76,7 @@ class BlockDataset(Dataset):
 
     Args:
         documents: what the target wrote.
-        anchors_per_document: at most so many; None for all that are possible, in every epoch the same.
+        anchors_per_document: at most so many.
         num_candidates: places of one block.
         seed: of the anchors.
         features: stored states of the same documents, in this order.
@@ -89,7 +89,7 @@ class BlockDataset(Dataset):
     def __init__(
         self,
         documents: Sequence[Document],
-        anchors_per_document: int | None,
+        anchors_per_document: int,
         num_candidates: int,
         seed: int = 0,
         features: FeatureStore | None = None,
@@ -123,11 +123,8 @@ class BlockDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         document = self.documents[index]
         ids, mask = torch.tensor(document.ids), torch.tensor(document.response_mask)
-        if self.anchors_per_document is None:
-            anchors = possible_anchors(mask)
-        else:
-            generator = torch.Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**63)
-            anchors = sample_anchors(mask, self.anchors_per_document, generator)
+        generator = torch.Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**63)
+        anchors = sample_anchors(mask, self.anchors_per_document, generator)
         item = {"input_ids": ids, "anchors": anchors, "labels": block_labels(ids, mask, anchors, self.num_candidates)}
         if self.features is not None:
             item["features"] = self.features.select(self.features[index], self.layer_ids)
@@ -219,7 +216,7 @@ class DFlashTrainer(Trainer):
             )
             args._n_gpu = 1  # else Trainer would wrap the draft in DataParallel, which cannot split blocks
         super().__init__(model=model, args=args, data_collator=collate, **datasets, **kwargs)
-        if len(set((getattr(target, "hf_device_map", None) or {"": 0}).values())) == 1:  # else hooks move its inputs
+        if len(set(getattr(target, "hf_device_map", {}).values())) < 2:  # else hooks move its inputs
             target.to(self.args.device)
         self.model_accepts_loss_kwargs = True  # losses are divided by the blocks of the whole step, not of a batch
         outside = config.own_embedding or config.draft_vocab_size or config.selector_rank

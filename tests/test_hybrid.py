@@ -354,7 +354,7 @@ def test_no_hook_stays_on_the_target(made):
     assert hooks() == before
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "bamba"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "nemotron_h"])
 def test_a_cache_that_was_passed_to_a_call_that_broke_off_is_as_before_the_block(made, name):
     target = target_of(made, name)
     draft, ids, seen = make_draft(target, **SHAPE), prompt(9), []

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import MASK, VOCAB, make_draft
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import AutoConfig, BloomConfig, FalconConfig, GPT2Config, GPTNeoXConfig, OPTConfig
 
 from transformers_dflash import DFlashDraftConfig
 from transformers_dflash.configuration_dflash import default_target_layer_ids
@@ -78,6 +78,14 @@ def test_from_target_takes_the_targets_shape_and_tokens(target):
         assert getattr(made, name) == getattr(target.config, name)
     assert made.num_target_layers == target.config.num_hidden_layers
     assert (made.mask_token_id, made.target_layer_ids, made.block_size) == (MASK, [0, 3], 4)
+
+
+@pytest.mark.parametrize("kind", [GPT2Config, GPTNeoXConfig, OPTConfig, BloomConfig, FalconConfig])
+def test_from_target_fills_in_what_older_families_do_not_say(kind):
+    target = kind(hidden_size=32, num_attention_heads=4, num_hidden_layers=8, vocab_size=64)
+    made = DFlashDraftConfig.from_target(target, MASK)
+    assert (made.hidden_size, made.num_attention_heads, made.num_key_value_heads) == (32, 4, 4)
+    assert made.intermediate_size == (target.intermediate_size if kind is GPTNeoXConfig else 128)
 
 
 # refusing

@@ -46,10 +46,11 @@ def slow_convolution(x, base, deltas, group_size):
     return out
 
 
-@pytest.mark.parametrize("kernel_size", [1, 2, 3])
-def test_convolutions_equal_the_sum_written_out(kernel_size):
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("kernel_size", [1, 2, 3, 4])
+def test_convolutions_equal_the_sum_written_out(kernel_size, length):
     torch.manual_seed(0)
-    hidden_size, group_size, length = 12, 4, 5
+    hidden_size, group_size = 12, 4
     conv = GroupedDynamicCausalConv(hidden_size, kernel_size, group_size)
     nn.init.normal_(conv.base_kernel)
     sublayer = nn.Linear(hidden_size, hidden_size)

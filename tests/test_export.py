@@ -281,6 +281,26 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch, capsys, error):
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_damaged_sources_are_refused_in_a_sentence(tmp_path, capsys):
+    cut = write_draft(tmp_path / "cut", ZLAB)
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:100])
+    assert "is damaged or cut short" in refused(capsys, str(cut), str(tmp_path / "out"), "--to", "zlab")
+    draft = save_ours(tmp_path / "typed")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"block_size": "8"}))
+    assert "'block_size'" in (said := refused(capsys, str(draft), str(tmp_path / "out"), "--to", "zlab"))
+    assert "expected int" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_revision_is_forgotten_with_the_target_that_it_is_of(tmp_path, target_folder):
+    source = save_ours(tmp_path / "source", target_name_or_path="org/target", target_revision="abc")
+    convert(source, tmp_path / "same", "dflash")
+    assert DFlashDraftConfig.from_pretrained(tmp_path / "same").target_revision == "abc"
+    convert(source, tmp_path / "other", "dflash", target_folder)
+    assert DFlashDraftConfig.from_pretrained(tmp_path / "other").target_revision is None
+
+
 def test_other_targets_and_sources_are_refused(tmp_path, capsys, target_folder):
     to = (str(tmp_path / "out"), "--to", "speculators", "--target", target_folder)
     wide = save_ours(tmp_path / "wide", target_hidden_size=48)

@@ -89,6 +89,18 @@ def test_a_card_without_records_says_so(config):
     assert "thinking mode" not in card.text
 
 
+def test_a_card_names_the_engines_that_the_draft_can_be_written_for(config):
+    def engines(**fields):
+        card = render_card(DFlashDraftConfig.from_dict(config.to_dict() | fields), "me/draft")
+        return [name for name in ("vLLM", "SGLang") if name in card.partition("## In other engines")[2]]
+
+    assert engines() == ["vLLM", "SGLang"]
+    assert engines(target_name_or_path=None, num_target_layers=None) == ["vLLM", "SGLang"]
+    assert engines(tap_norm=True) == []
+    assert engines(output_multiplier=0.5) == ["SGLang"]
+    assert engines(sample_from_anchor=True) == ["vLLM"]
+
+
 def test_a_card_never_shows_a_path_of_the_machine(config, tmp_path):
     config.target_name_or_path = str(tmp_path / "Some-Target")
     card = render_card(config, "here")
@@ -461,6 +473,12 @@ def test_the_card_command_fills_in_results_and_licence(draft, tmp_path, capsys):
     assert main(["card", folder, "--license", "mit"]) == 2
     assert "changed by a person" in capsys.readouterr().err
     assert (tmp_path / "draft" / "config.json").read_text() == before
+    DFlashDraftModel.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    (tmp_path / "again" / "config.json").write_text(json.dumps(config | {"target_revision": "abc"}))
+    assert main(["card", str(tmp_path / "again"), "--target", "me/mirror"]) == 0
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (config["target_name_or_path"], config["target_revision"]) == ("me/mirror", None)
     assert main(["card", str(REAL_DRAFT), "--license", "mit"]) == 2
     assert "convert --to dflash" in capsys.readouterr().err
 
@@ -477,6 +495,27 @@ def test_the_push_command_publishes_two_layouts_and_says_in_a_sentence_what_went
     assert "speculators_model_type" in json.loads(repo.files("speculators")["config.json"])
     assert "modeling_dflash.py" not in repo.files("speculators")
     assert repo.files("speculators")["README.md"] == repo.files()["README.md"]
+
+    done = run(hub, tmp_path, code.format(arguments=[*arguments[:3], "--export", "zlab", "--create-pr"]))
+    assert (done.returncode, repo.refs["main"]) == (2, main_commit)
+    assert "leave out --create-pr" in done.stderr
+    assert "generation_config.json" in repo.files()
+    draft = DFlashDraftModel.from_pretrained(models / "draft")
+    draft.generation_config.num_assistant_tokens = None
+    draft.save_pretrained(tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    arguments = ["push", str(tmp_path / "again"), DRAFT_ID]
+    (tmp_path / "again" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert run(hub, tmp_path, code.format(arguments=arguments)).returncode == 0
+    assert "generation_config.json" not in repo.files()
+    assert json.loads(repo.files()["config.json"])["dtype"] == "float32"  # as its weights are
+    main_commit = repo.refs["main"]
+    (tmp_path / "again" / "config.json").write_text(json.dumps(config | {"output_multiplier": 0.5}))
+    done = run(hub, tmp_path, code.format(arguments=[*arguments, "--export", "speculators"]))
+    assert (done.returncode, repo.refs["main"]) == (2, main_commit)
+    assert "speculators layout" in done.stderr
+    done = run(hub, tmp_path, f"from transformers_dflash.hub.card import commit_of; print(commit_of({DRAFT_ID!r}))")
+    assert done.stdout.strip() == main_commit
 
     hub.expired.add("old")
     for token, wanted, words in (

@@ -106,6 +106,22 @@ def test_a_draft_without_drafting_options_saves_no_file_of_them(tmp_path, draft)
     assert not (tmp_path / "generation_config.json").exists()
 
 
+def test_options_that_were_taken_back_do_not_stay_in_the_folder(tmp_path, draft):
+    draft.generation_config.num_assistant_tokens = 3
+    draft.save_pretrained(tmp_path)
+    draft.generation_config.num_assistant_tokens = None
+    draft.save_pretrained(tmp_path)
+    assert DFlashDraftModel.from_pretrained(tmp_path).generation_config.num_assistant_tokens is None
+
+
+@DOORS
+def test_damaged_drafting_options_are_refused_by_name(tmp_path, draft, door):
+    draft.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"tree_budget": 1')
+    with pytest.raises(OSError, match=r"generation_config.json of .* is damaged"):
+        door.from_pretrained(tmp_path)
+
+
 @DOORS
 def test_shards_are_put_together(tmp_path, draft, door):
     draft.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -23,7 +23,9 @@ from typing import Any, TextIO
 
 import huggingface_hub
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
@@ -41,6 +43,7 @@ EXAMPLE_QUESTION = (
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFTING_OPTIONS = ("num_assistant_tokens", "tree_budget", "assistant_confidence_threshold")
+USERS_ERRORS = (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError)  # what a user can mend
 WARM_UP_TOKENS = 8
 COMPARED_RUNS = 2  # of each kind, in turn; the best counts, since other work on the machine only ever slows one down
 
@@ -213,7 +216,7 @@ def convert_command(options: argparse.Namespace) -> int:
     be_quiet()
     try:
         convert(options.source, options.destination, options.to, options.target)
-    except (ValueError, OSError, RuntimeError) as error:
+    except USERS_ERRORS as error:
         raise BadInput(f"{options.source} is not converted: {one_line(error)}") from error
     print(f"{options.destination}: {options.source} in the layout {options.to}", file=sys.stderr)
     return 0
@@ -226,7 +229,7 @@ def in_one_sentence(command: Callable[[argparse.Namespace], int]) -> Callable[[a
         be_quiet()
         try:
             return command(options)
-        except (ValueError, OSError, RuntimeError) as error:
+        except USERS_ERRORS as error:
             raise BadInput(one_line(error)) from error
 
     return run
@@ -243,7 +246,7 @@ def run_training(options: argparse.Namespace) -> int:
 
     try:
         return train_command(options.passed_on)
-    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+    except (*USERS_ERRORS, FloatingPointError) as error:
         raise BadInput(one_line(error)) from error
 
 
@@ -418,7 +421,7 @@ def load(
             for name in draft_names:
                 culprit = "--draft"
                 drafts.append(DFlashDraftModel.from_pretrained(name, dtype=target.dtype).to(device))
-    except (OSError, ValueError, ImportError) as error:
+    except (*USERS_ERRORS, ImportError) as error:
         raise BadInput(f"{culprit} {name} cannot be loaded: {one_line(error)}") from error
     return target, tokenizer, drafts
 
@@ -468,6 +471,8 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def one_line(error: Exception) -> str:
+    if isinstance(error, StrictDataclassError):  # the field first, and what is wrong with it in the next line
+        return " ".join(str(error).split())
     return str(error).strip().split("\n")[0].rstrip(".:")
 
 

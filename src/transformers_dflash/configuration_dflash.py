@@ -331,14 +331,12 @@ class DFlashDraftConfig(PreTrainedConfig):
             **overrides: any field of this config.
         """
         text = target_config.get_text_config(decoder=True)
-        same = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "max_position_embeddings",
-        )
-        fields = {name: getattr(text, name) for name in same if name not in overrides}
+        fields = {"hidden_size": text.hidden_size, "num_attention_heads": text.num_attention_heads}
+        # GPT-2 and kin do not say it.
+        fields["intermediate_size"] = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        for name in ("num_key_value_heads", "max_position_embeddings"):  # not every family has the fields
+            if getattr(text, name, None) is not None:
+                fields[name] = getattr(text, name)
         if "head_dim" not in overrides:  # of some families it differs by layer, and asking for it is an error
             fields["head_dim"] = getattr(text, "head_dim", None)  # not every family has the field
         rope = getattr(text, "rope_parameters", None) or {}  # of some families one for each type of layer

@@ -8,7 +8,6 @@ reduced: both are the target's, so it maps block embeddings to hidden states and
 This file and the flat siblings that it imports are all that a pushed draft needs to run without this package.
 """
 
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -423,10 +422,16 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 raise ValueError(f"the weights of {source} do not fit its config: {kind} {', '.join(names[:5])}{more}")
         if source is not None:
             hub_options = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
-            with suppress(OSError):  # no generation_config.json: most published drafts have none
+            try:
                 model.generation_config = GenerationConfig.from_pretrained(
                     source, **{name: kwargs[name] for name in hub_options if name in kwargs}
                 )
+            except OSError as error:  # most published drafts have none
+                if isinstance(error.__context__, ValueError):  # what is there is no JSON
+                    raise OSError(
+                        f"generation_config.json of {source} is damaged: get it again, or remove it to draft without "
+                        "its options"
+                    ) from error
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs) -> None:
@@ -440,6 +445,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             return
         if self.generation_config.to_diff_dict().keys() - {"transformers_version"}:
             self.generation_config.save_pretrained(save_directory)
+        else:  # one of an earlier save would set what is no longer set
+            (Path(save_directory) / "generation_config.json").unlink(missing_ok=True)
         if self.hub is not None:
             self.hub.write_card(save_directory, self.config)
         if push_to_hub:

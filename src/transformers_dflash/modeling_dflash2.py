@@ -41,7 +41,7 @@ class GroupedDynamicCausalConv(nn.Module):
         grouped = hidden_states.reshape(*deltas.shape[:2], self.num_groups, -1)  # (b·N, B, groups, group_size)
         base = base.to(hidden_states.dtype).unflatten(-1, (self.num_groups, -1))  # (k, groups, group_size)
         out = (base[0] + deltas[:, :, 0, :, None]) * grouped
-        for t in range(1, self.kernel_size):
+        for t in range(1, min(self.kernel_size, grouped.shape[1])):  # a last block may be shorter than the kernel
             earlier = F.pad(grouped[:, :-t], (0, 0, 0, 0, t, 0))  # zeros before the first slot
             out = out + (base[t] + deltas[:, :, t, :, None]) * earlier
         return out.reshape(hidden_states.shape)

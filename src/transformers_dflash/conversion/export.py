@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from ..configuration_dflash import DFlashDraftConfig
@@ -43,9 +43,7 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
     destination = Path(destination).resolve()
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise FileExistsError(f"{destination} exists and is not an empty folder: name another, or remove it first")
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+    folder = _local_folder(source)
     config = DFlashDraftConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{source} is quantized: convert the draft that it was made from")
@@ -56,7 +54,7 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
         config = DFlashDraftConfig.from_dict(config.to_dict() | target_fields)  # checks the taps anew
     exported = None if layout == "dflash" else export_config(config, layout, architectures)
 
-    draft = DFlashDraftModel.from_pretrained(folder, dtype=_saved_dtype(folder), **target_fields)
+    draft = load_exactly(folder, **target_fields)
     weights = draft.state_dict()
     if layout == "speculators" and config.draft_vocab_size is not None:
         weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -72,6 +70,20 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
         part.rename(destination)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def load_exactly(source: str | Path, **fields) -> DFlashDraftModel:
+    """A draft in the dtype that holds all its weights as they are, whatever its config says of them.
+
+    Args:
+        source: folder or Hub id of a draft with safetensors files.
+        **fields: of its config, in place of those that it has.
+
+    Raises:
+        ValueError, OSError: as `DFlashDraftModel.from_pretrained`.
+    """
+    folder = _local_folder(source)
+    return DFlashDraftModel.from_pretrained(folder, dtype=_saved_dtype(folder), **fields)
 
 
 def export_config(config: DFlashDraftConfig, layout: str, architectures: list[str]) -> dict[str, Any]:
@@ -119,18 +131,30 @@ def _describe_target(name: str, config: DFlashDraftConfig) -> tuple[dict[str, An
             f"{config.target_hidden_size}: name its own target"
         )
     known = {"target_name_or_path": name, "num_target_layers": text.num_hidden_layers}
+    if name != config.target_name_or_path:
+        known["target_revision"] = None  # which is a commit of the other one
     return known, list(target.architectures or [])
 
 
+def _local_folder(source: str | Path) -> Path:
+    """The folder of a draft, brought from the Hub if it is none here."""
+    if Path(source).is_dir():
+        return Path(source)
+    return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+
+
 def _saved_dtype(folder: Path) -> torch.dtype:
-    """The dtype that holds all floating weights of a folder exactly, whatever its config says of them."""
+    """The dtype that holds all floating weights of a folder exactly."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise OSError(f"{folder} holds no safetensors file: other weights are not converted")
     dtypes = set()
     for path in files:
-        with safe_open(path, framework="pt") as weights:
-            dtypes |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  not a dict
+        try:
+            with safe_open(path, framework="pt") as weights:
+                dtypes |= {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118  not a dict
+        except SafetensorError as error:
+            raise OSError(f"{path} is damaged or cut short ({error}): get it again") from error
     floating = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     widest, *others = [floating[name] for name in dtypes & floating.keys()]
     for dtype in others:
@@ -138,4 +162,4 @@ def _saved_dtype(folder: Path) -> torch.dtype:
     return widest
 
 
-__all__ = ["LAYOUTS", "convert", "export_config"]
+__all__ = ["LAYOUTS", "convert", "export_config", "load_exactly"]

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..hub.card import commit_of
 from ..modeling_dflash import DFlashDraftModel
 from ..rows import append_rows, chat_ids, whole_lines
 from .measures import first_difference
@@ -316,9 +317,10 @@ def describe_settings(
 
 
 def state_of(name: str) -> str | None:
-    """A short text that changes when a folder's files are written anew; None for a Hub id."""
+    """A short text that changes when a folder's files are written anew, or a Hub repository gets another commit; None
+    where there is neither, which loading will say."""
     if not Path(name).is_dir():
-        return None
+        return commit_of(name)
     files = [
         path for path in sorted(Path(name).iterdir()) if path.suffix in (".json", ".safetensors", ".gguf", ".bin")
     ]
@@ -330,7 +332,7 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
-        return str(device)
+        return device.type  # without its number, which differs by process
     threads = torch.get_num_threads()
     return f"{threads} {'thread' if threads == 1 else 'threads'} of {cpu_name()}"
 

@@ -21,6 +21,7 @@ def acceptance_length(rounds: Sequence[Sequence[int]], block_size: int | None = 
         `acceptance_length`: all tokens over all rounds. `acceptance_length_per_prompt`: the mean over prompts of
         each one's own, prompts without a round left out. `block_efficiency`: `acceptance_length / block_size`, 1
         where every candidate is accepted: a block of B slots has B - 1 candidates, and the bonus token follows them.
+        With `sample_from_anchor` it has B, so that (B + 1) / B is the most.
     """
     told = [each for each in rounds if each]
     values = {

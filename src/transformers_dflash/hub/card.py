@@ -8,14 +8,17 @@ written here carry a digest of themselves.
 import hashlib
 import os
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..configuration_dflash import DFlashDraftConfig
+from ..conversion.export import export_config
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -73,6 +76,7 @@ def render_card(
         has_code=has_code,
         results=results,
         training=details.get("training"),
+        layouts=[] if adapter_of else _layouts(config),
         version=_version(),
     )
     head, _, rest = text.partition("\n---\n")  # the metadata must come first
@@ -114,12 +118,34 @@ def is_hub_id(name: str | None) -> bool:
     return bool(name) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
 
 
+def commit_of(name: str) -> str | None:
+    """The commit that a Hub id stands for now; None for anything else, or where the Hub has no such model."""
+    if not is_hub_id(name):
+        return None
+    with suppress(OSError):
+        return extract_commit_hash(cached_file(name, "config.json"), None)
+    return None
+
+
 def target_name(config: DFlashDraftConfig) -> str:
     """The target as a card may show it: never a path of the machine where the draft was made."""
     name = config.target_name_or_path
     if not name:
         return "TARGET"
     return name if is_hub_id(name) else Path(name).name
+
+
+def _layouts(config: DFlashDraftConfig) -> list[str]:
+    """Layouts of other engines that can say what a draft is, once its target is named."""
+    fields = config.to_dict()
+    fields["target_name_or_path"] = fields["target_name_or_path"] or "owner/name"
+    fields["num_target_layers"] = fields["num_target_layers"] or max(config.target_layer_ids) + 1
+    named, layouts = DFlashDraftConfig.from_dict(fields), []
+    for layout in ("speculators", "zlab"):
+        with suppress(ValueError):
+            export_config(named, layout, [])
+            layouts.append(layout)
+    return layouts
 
 
 def _link(hub_id: str) -> str:
@@ -152,4 +178,4 @@ def _version() -> str:
         return "(from source)"
 
 
-__all__ = ["CARD", "is_by_hand", "is_hub_id", "read_card", "render_card", "target_name", "write_card"]
+__all__ = ["CARD", "commit_of", "is_by_hand", "is_hub_id", "read_card", "render_card", "target_name", "write_card"]

@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-from ..conversion.export import LAYOUTS
+from ..configuration_dflash import DFlashDraftConfig
+from ..conversion.export import LAYOUTS, convert, load_exactly
 from ..modeling_dflash import DFlashDraftModel
 from .card import CARD, is_by_hand, read_card, write_card
 from .push import push_export, push_to_hub
@@ -68,7 +70,8 @@ def card_command(options: argparse.Namespace) -> int:
     details |= {name: value for name, value in (("license", options.license), ("datasets", options.dataset)) if value}
     draft_config.model_card = stored["model_card"] = details
     if options.target is not None:
-        draft_config.target_name_or_path = stored["target_name_or_path"] = options.target
+        name_target(draft_config, options.target)
+        stored["target_name_or_path"], stored["target_revision"] = options.target, draft_config.target_revision
     part = path.with_name(f".config.{os.getpid()}.part")
     part.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     part.replace(path)
@@ -104,21 +107,27 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 def push_command(options: argparse.Namespace) -> int:
     """Publish a draft; raises as `card_command`."""
-    draft = DFlashDraftModel.from_pretrained(options.draft, dtype="auto")
+    if options.export is not None and options.create_pr:
+        raise ValueError("--export goes to a branch, past any review: leave out --create-pr, or export later")
+    draft = load_exactly(options.draft)
     if options.target is not None:
-        draft.config.target_name_or_path = options.target
+        name_target(draft.config, options.target)
     try:
-        commit = push_to_hub(
-            draft,
-            options.repo,
-            commit_message=options.message,
-            private=options.private,
-            revision=options.revision,
-            create_pr=options.create_pr,
-        )
-        print(commit.pr_url or commit.commit_url)
-        if options.export is not None:
-            print(push_export(options.draft, options.repo, options.export, target=options.target).commit_url)
+        with TemporaryDirectory() as parent:
+            exported = Path(parent) / Path(options.repo).name
+            if options.export is not None:  # first, so that nothing is published where the layout refuses the draft
+                convert(options.draft, exported, options.export, options.target)
+            commit = push_to_hub(
+                draft,
+                options.repo,
+                commit_message=options.message,
+                private=options.private,
+                revision=options.revision,
+                create_pr=options.create_pr,
+            )
+            print(commit.pr_url or commit.commit_url)
+            if options.export is not None:
+                print(push_export(exported, options.repo, options.export).commit_url)
     except HfHubHTTPError as error:
         reason = error.server_message or str(error).splitlines()[0]
         raise ValueError(f"the Hub refuses {options.repo}: {reason}") from error
@@ -127,6 +136,13 @@ def push_command(options: argparse.Namespace) -> int:
             f"the connection to the Hub broke off ({error}): push again, what is there already is not sent twice"
         ) from error
     return 0
+
+
+def name_target(config: DFlashDraftConfig, target: str) -> None:
+    """Let a draft's target have another name; what is recorded as its revision is a commit of the one before."""
+    if target != config.target_name_or_path:
+        config.target_revision = None
+    config.target_name_or_path = target
 
 
 __all__ = ["add_parsers", "card_command", "push_command", "read_results"]

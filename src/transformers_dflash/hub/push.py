@@ -13,14 +13,14 @@ from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundErr
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from ..configuration_dflash import DFlashDraftConfig
-from ..conversion.export import convert
 from ..integration import draft_of
 from ..modeling_dflash import DFlashDraftModel
 from .card import CARD, is_by_hand, is_hub_id, read_card, write_card
 
 _PACKAGE = Path(__file__).parents[1]
-# A repository that holds whole weights and an index of shards is read as whole, so what is replaced must go.
-_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+# What an older draft of the repository must not leave behind: a repository that holds whole weights and an index of
+# shards is read as whole, and drafting options that the new draft does not set would be taken for its own.
+_REPLACED = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "generation_config.json"]
 
 
 def push_to_hub(
@@ -91,38 +91,32 @@ def push_to_hub(
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
-            delete_patterns=None if adapter_of else _WEIGHTS,
+            delete_patterns=None if adapter_of else _REPLACED,
         )
 
 
-def push_export(
-    source: str | Path, repo_id: str, layout: str, *, target: str | None = None, token: str | bool | None = None
-) -> CommitInfo:
+def push_export(folder: str | Path, repo_id: str, layout: str, *, token: str | bool | None = None) -> CommitInfo:
     """Publish a draft in another layout, on a branch of that layout's name, for the engines that read it.
 
     Args:
-        source: folder or Hub id of the draft.
+        folder: what `convert` has written.
         repo_id: an existing repository.
-        layout: "speculators" or "zlab".
-        target: as in `convert`.
+        layout: that of the folder, "speculators" or "zlab".
         token: of the Hub.
 
     Raises:
-        ValueError: the layout cannot say what this draft is.
+        HfHubHTTPError: the Hub refuses; nothing is published then.
     """
     api = HfApi(token=token)
-    with TemporaryDirectory() as parent:
-        folder = Path(parent) / Path(repo_id).name
-        convert(source, folder, layout, target)
-        (folder / CARD).unlink(missing_ok=True)  # the branch keeps that of the repository
-        api.create_branch(repo_id, branch=layout, exist_ok=True)
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=layout,
-            commit_message=f"Draft in the layout {layout}",
-            delete_patterns=[*_WEIGHTS, "*.py", "generation_config.json"],
-        )
+    api.create_branch(repo_id, branch=layout, exist_ok=True)
+    return api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        revision=layout,
+        commit_message=f"Draft in the layout {layout}",
+        ignore_patterns=[CARD],  # the branch keeps that of the repository
+        delete_patterns=[*_REPLACED, "*.py"],
+    )
 
 
 def write_published_card(

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 
 from ..configuration_dflash import DFlashDraftConfig, default_target_layer_ids
-from ..hub.card import is_hub_id
+from ..hub.card import commit_of, is_hub_id
 from ..modeling_dflash import DFlashDraftModel
 from ..rows import read_rows
 from ..target import Target
@@ -118,7 +118,7 @@ def train_command(arguments: Sequence[str]) -> int:
     else:
         draft = DFlashDraftModel.from_pretrained(options.draft, dtype=torch.float32)
     draft.config.target_name_or_path = options.target
-    draft.config.target_revision = getattr(target.config, "_commit_hash", None)
+    draft.config.target_revision = commit_of(options.target)
     datasets = [name for name in (options.prompts or []) + (options.data or []) if is_hub_id(name)]
     draft.config.model_card = {
         "license": options.license,

@@ -1,5 +1,7 @@
 """Batches: every row is what it would be alone, whatever its neighbours accept."""
 
+import threading
+
 import pytest
 import torch
 from conftest import CACHE, VOCAB, WINDOW, make_draft, make_target, prompt
@@ -154,6 +156,39 @@ def test_processors_see_their_own_row(target, name):
     assert target.generate(**inputs, assistant_model=make_draft(target), **options).tolist() == plain.tolist()
 
 
+def test_allowed_tokens_are_asked_for_by_prompt_where_each_has_several_sequences(target):
+    """Older releases of Transformers count the sequences themselves; so it is then with a draft too."""
+
+    def asked(**options):
+        numbers = set()
+
+        def allowed(number, _ids):
+            numbers.add(number)
+            return [3 + number, 7, 9]
+
+        options |= {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 2, "eos_token_id": None}
+        out = target.generate(**batch((6, 4)), prefix_allowed_tokens_fn=allowed, **options)
+        for row, tokens in enumerate(out[:, 6:].tolist()):
+            assert set(tokens) <= {3 + row * len(numbers) // 4, 7, 9}
+        return numbers
+
+    assert asked(assistant_model=make_draft(target)) == asked()
+
+
+class HoldsALock(LogitsProcessor):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_a_processor_that_cannot_be_copied_is_refused(target):
+    options = {"max_new_tokens": 5, "logits_processor": LogitsProcessorList([HoldsALock()])}
+    with pytest.raises(ValueError, match="a HoldsALock each, which cannot be copied"):
+        target.generate(**batch(), assistant_model=make_draft(target), **options)
+
+
 def test_a_processor_with_a_state_keeps_one_for_each_row(target):
     inputs = batch()
     processors = LogitsProcessorList([CountsItsCalls()])
@@ -287,6 +322,13 @@ def test_a_cache_that_was_passed_in_is_left_empty_and_serves_again(target):
 def test_what_a_batch_cannot_have_is_refused(target, draft, options, message):
     with pytest.raises(ValueError, match=message):
         target.generate(**batch(), max_new_tokens=5, do_sample=False, assistant_model=draft, **options)
+
+
+def test_an_offloaded_cache_is_refused(target, draft):
+    cache = DynamicCache(config=target.config)
+    cache.offloading = True  # as on an accelerator, where its layers are on their way back while rows move
+    with pytest.raises(ValueError, match="cache is offloaded"):
+        target.generate(**batch(), **{CACHE: cache}, max_new_tokens=5, assistant_model=draft)
 
 
 def test_a_streamer_is_refused_as_in_plain_generate(target, draft, smollm2_tokenizer):

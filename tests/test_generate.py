@@ -9,6 +9,7 @@ import torch
 from conftest import CACHE, VOCAB, WINDOW, make_draft, make_target, prompt
 from oracle import oracle
 from transformers import (
+    Cache,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -17,6 +18,7 @@ from transformers import (
     TextStreamer,
     pipeline,
 )
+from transformers.cache_utils import QuantizedLayer
 from transformers.generation.streamers import BaseStreamer
 
 NEW_TOKENS = 40
@@ -193,6 +195,52 @@ def test_returned_scores_logits_states_and_attentions(targets, family, num_right
         torch.testing.assert_close(getattr(out, name), getattr(answer, name), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_attentions_of_an_implementation_that_gives_none(target, draft):
+    target.set_attn_implementation("sdpa")
+    answer, out = both(target, draft, prompt(7), 2, return_dict_in_generate=True, output_attentions=True)
+    assert torch.equal(out.sequences, answer.sequences)
+    assert out.attentions == answer.attentions
+
+
+def test_scores_do_not_keep_their_block_alive(target, draft):
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    _, out = both(target, draft, prompt(7), 3, **options)
+    for steps in (out.scores, out.logits):
+        assert {one.untyped_storage().nbytes() for one in steps} == {4 * VOCAB}
+
+
+class FourBits(QuantizedLayer):
+    """The library's window of exact keys before quantised ones; rounding stands in for a backend's arithmetic."""
+
+    def _quantize(self, tensor, axis):
+        scale = tensor.abs().amax(dim=-1, keepdim=True) / 7 + 1e-9
+        return (tensor / scale).round(), scale
+
+    def _dequantize(self, quantised):
+        return quantised[0] * quantised[1]
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 5])
+def test_a_quantised_cache_is_quantised_when_single_steps_would_do_it(targets, num_right):
+    target, ids = targets["llama"], prompt(7)
+
+    def cache():
+        return Cache(layers=[FourBits(residual_length=8) for _ in target.model.layers])
+
+    options = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "do_sample": False,
+        "max_new_tokens": NEW_TOKENS,
+    }
+    answer = target.generate(ids, **{CACHE: cache()}, **options)
+    with oracle(answer.sequences, num_right, VOCAB):
+        out = target.generate(ids, **{CACHE: cache()}, assistant_model=make_draft(target), **options)
+    assert torch.equal(out.sequences, answer.sequences)
+    torch.testing.assert_close(out.logits, answer.logits, atol=2e-5, rtol=1e-4)
+
+
 def test_statistics_add_up(target, draft):
     _, out = both(target, draft, prompt(7), num_right=2, return_dict_in_generate=True)
     seen = out.speculation
@@ -264,6 +312,14 @@ def test_later_turns_draft_from_the_whole_conversation(target, draft):
             greedy(target, ids, draft)
         for one, other in zip(continued, anew, strict=True):
             torch.testing.assert_close(one["logits"], other["logits"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_conversation_begun_in_inference_mode_goes_on_outside_it(target, draft):
+    cache = DynamicCache(config=target.config)
+    with torch.inference_mode():
+        ids = greedy(target, prompt(9), draft, **{CACHE: cache}, max_new_tokens=11)
+    ids = torch.cat([ids, prompt(5, seed=1)], dim=1)
+    assert torch.equal(greedy(target, ids, draft, **{CACHE: cache}), greedy(target, ids))
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])

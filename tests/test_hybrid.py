@@ -1,5 +1,6 @@
 """Targets with recurrent layers: rejected candidates leave no trace, and families that are not exact are refused."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -333,6 +334,18 @@ def test_what_is_not_known_to_be_recurrent_is_run_again_whole(made, name, monkey
     hook.remove()
     assert torch.equal(out.sequences, answer)
     assert len(forwards) > 1.5 * out.speculation.rounds
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_attentions_come_from_the_layers_that_have_them(made, name):
+    target, ids = copy.deepcopy(target_of(made, name)), prompt(9)
+    target.set_attn_implementation("eager")
+    options = {"return_dict_in_generate": True, "output_attentions": True}
+    answer = greedy(target, ids, **options)
+    with oracle(answer.sequences, 2, VOCAB):
+        out = greedy(target, ids, make_draft(target, **SHAPE), **options)
+    assert torch.equal(out.sequences, answer.sequences)
+    torch.testing.assert_close(out.attentions, answer.attentions, atol=2e-5, rtol=1e-4)
 
 
 def test_no_hook_stays_on_the_target(made):

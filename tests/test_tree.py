@@ -502,6 +502,12 @@ def test_what_does_not_go_with_trees_gets_chains(target, draft, warnings, option
     assert reason in warnings[0]
 
 
+def test_an_offloaded_cache_gets_chains(target):
+    cache = DynamicCache(config=target.config)
+    cache.offloading = True
+    assert "is offloaded" in tree.why_no_tree(target, cache, CACHE, None)
+
+
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_a_cache_that_knows_no_windows_gets_chains(targets, name, warnings):
     """Its layers keep everything, so that they do not say how far the target's own see."""

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, QuantizedLayer, StaticLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput, logging
@@ -222,6 +222,8 @@ def refuse_what_cannot_be_batched(
         ValueError: one sentence with the culprit and the mend.
     """
     alone = "with a DFlash draft it serves one sequence at a time: call generate once per sequence"
+    if cache.offloading:
+        raise ValueError(f"the target's cache is offloaded; {alone}")
     if not takes_ragged_rows(cache):
         names = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
         raise ValueError(f"the target's cache has layers of type {names}; {alone}")
@@ -300,6 +302,9 @@ def _longest_draft(generator: DFlashCandidateGenerator, cache: Cache, cached_len
     # Of a static cache the anchor and the candidates must fit; a sliding layer of it never fills up.
     static = [layer for layer in cache.layers if isinstance(layer, StaticLayer) and layer.is_croppable]
     bounds = [layer.max_cache_len - cached_length - 1 for layer in static]
+    # A block that overflows the window of a quantised layer would have it quantised later than single steps do.
+    windows = [layer for layer in cache.layers if isinstance(layer, QuantizedLayer)]
+    bounds += [max(0, layer.residual_length - _unquantised(layer) - 2) for layer in windows]
     for position in {cached_length, *generator.next_positions}:  # those of a padded prompt are fewer than its columns
         if (last := generator.target.last_exact_position(position)) is not None:
             bounds.append(last - position)
@@ -613,6 +618,11 @@ def _cache_after(outputs: ModelOutput, cache_name: str, cache: Cache) -> Cache:
     return cache if after is None else after
 
 
+def _unquantised(layer: QuantizedLayer) -> int:
+    """Tokens in the window of a quantised layer, whose keys have no axes while it is empty."""
+    return layer.keys.shape[-2] if layer.keys.dim() == 4 else 0
+
+
 def _cached_tokens(cache: Cache) -> int | None:
     """How many tokens a cache holds; None for one of recurrent layers alone, which do not count them."""
     return None if cache.layers and all(cache.is_linear) else int(cache.get_seq_length())
@@ -647,6 +657,8 @@ def _take_context(cache: Cache, draft: DFlashDraftModel) -> DraftContext | None:
     """
     kept = vars(cache).pop(_CONTEXT, None)
     if kept is None or kept.draft() is not draft or kept.context.target_length != _cached_tokens(cache):
+        return None
+    if kept.context.features.is_inference() and not torch.is_inference_mode_enabled():  # it could not grow
         return None
     return kept.context
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
@@ -118,11 +118,11 @@ class Record:
         self.hidden_states: tuple | None = () if wanted and config.output_hidden_states else None
 
     def add_token(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Add one token's processed scores and raw logits, `(V,)` each."""
+        """Add one token's processed scores and raw logits, `(V,)` each: copies, as they are rows of a block."""
         if self.scores is not None:
-            self.scores += (scores[None].float(),)
+            self.scores += (scores[None].to(torch.float32, copy=True),)
         if self.logits is not None:
-            self.logits += (logits[None].float(),)
+            self.logits += (logits[None].to(torch.float32, copy=True),)
 
     def add_prefill(self, outputs: ModelOutput) -> None:
         """The prompt's states go to the first token whole."""
@@ -139,14 +139,17 @@ class Record:
             num_committed: how many of these rows stand for a committed token.
             cache: the target's, as it was after that forward.
         """
+        layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]  # those that have attention
         for row in range(num_committed):
             if self.hidden_states is not None:
                 self.hidden_states += (tuple(state[:, row : row + 1] for state in outputs.hidden_states),)
-            if self.attentions is not None:
+            if self.attentions is not None and not outputs.attentions:  # of sdpa, which gives none
+                self.attentions += (outputs.attentions,)
+            elif self.attentions is not None:
                 self.attentions += (
                     tuple(
                         _attention_of_row(weights, row, num_rows, layer)
-                        for weights, layer in zip(outputs.attentions, cache.layers, strict=True)
+                        for weights, layer in zip(outputs.attentions, layers, strict=True)
                     ),
                 )
 

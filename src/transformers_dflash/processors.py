@@ -79,20 +79,28 @@ def for_row(processors: LogitsProcessorList, row: int, batch_size: int) -> Logit
             own = processor
         elif kind is lp.PrefixConstrainedLogitsProcessor:
             own = copy.copy(processor)
-            own._prefix_allowed_tokens_fn = partial(_ask_for_row, processor._prefix_allowed_tokens_fn, row)
+            prompt = row // processor._num_beams  # sequences of one prompt, which is what the function is told
+            own._prefix_allowed_tokens_fn = partial(_ask_for_prompt, processor._prefix_allowed_tokens_fn, prompt)
+            own._num_beams = 1
         elif kind.__module__.startswith("transformers."):
             raise ValueError(
                 f"{kind.__name__} keeps a state for the batch as a whole, and rows of a speculative batch do not move "
                 "together: call generate once per sequence"
             )
         else:
-            own = copy.deepcopy(processor)  # it may keep a state, of one row now
+            try:
+                own = copy.deepcopy(processor)  # it may keep a state, of one row now
+            except TypeError as error:
+                raise ValueError(
+                    f"the rows of a speculative batch need a {kind.__name__} each, which cannot be copied ({error}): "
+                    "call generate once per sequence"
+                ) from error
         chosen.append(own)
     return chosen
 
 
-def _ask_for_row(allowed_tokens, row: int, _row_in_call: int, ids: torch.Tensor):
-    return allowed_tokens(row, ids)
+def _ask_for_prompt(allowed_tokens, prompt: int, _prompt_in_call: int, ids: torch.Tensor):
+    return allowed_tokens(prompt, ids)
 
 
 def for_draft(processors: LogitsProcessorList, temperature: float | None) -> LogitsProcessorList:

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
+    QuantizedLayer,
 )
 
 from .cache import take_columns
@@ -73,8 +74,8 @@ class Rollback:
     def begin(self) -> None:
         """To be called after the prefill, when layers know what they hold."""
         self.layers = self.cache.layers
-        self.cropped = [layer for layer in self.layers if layer.is_croppable]
-        places = [place for place, layer in enumerate(self.layers) if not layer.is_croppable and _holds(layer)]
+        self.cropped = [layer for layer in self.layers if _is_croppable(layer)]
+        places = [place for place, layer in enumerate(self.layers) if not _is_croppable(layer) and _holds(layer)]
         self.copied = [self.layers[place] for place in places]
         if all(place in self.mixers and type(self.layers[place]) in RECURRENT_LAYERS for place in places):
             self.recurrences = [Recurrence(self.mixers[place]) for place in places]
@@ -184,8 +185,16 @@ class Rollback:
 
 
 def takes_ragged_rows(cache: Cache) -> bool:
-    """Whether rows of this cache can keep different numbers of tokens: plain dynamic layers, sliding or not."""
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    """Whether rows of this cache can keep different numbers of tokens: plain dynamic layers, sliding or not, that are
+    not on their way between devices while the columns move."""
+    return not cache.offloading and all(
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+    )
+
+
+def _is_croppable(layer: Any) -> bool:
+    """Quantised layers say so in Transformers before 5.24, and forget then to count what is left."""
+    return layer.is_croppable and not isinstance(layer, QuantizedLayer)
 
 
 def _holds(layer: Any) -> bool:

@@ -338,6 +338,11 @@ class TapRecorder:
 
     def take(self) -> torch.Tensor:
         """The features read since the last `take`: `(b, n, taps * H)`."""
+        if not self.buffers:
+            raise ValueError(
+                "the target ran without the hooks that read its hidden states, as a model does that was compiled by "
+                "hand: leave its own torch.compile out; with cache_implementation='static' blocks are compiled for you"
+            )
         features = self.buffers[0] if len(self.buffers) == 1 else torch.cat(self.buffers, dim=1)
         self.buffers = []
         return features

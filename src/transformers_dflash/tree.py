@@ -179,6 +179,8 @@ def why_no_tree(
         cache_name: what the target's forward calls it.
         position_ids: of the anchor, as the target's forward would get them.
     """
+    if cache.offloading:
+        return "its cache is offloaded, and a layer may be on its way back while a tree's path is moved in it"
     kinds = {type(layer) for layer in cache.layers}
     if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))

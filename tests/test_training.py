@@ -654,6 +654,23 @@ def test_answers_without_a_prompt_do_not_stop_an_evaluation(target, draft, tmp_p
     assert trainer.evaluate()["eval_acceptance_length"] >= 1
 
 
+def test_prompts_are_answered_together_and_as_if_alone(target, draft, tmp_path, monkeypatch):
+    documents = [document(12 + 3 * n, 4 + 2 * n, n) for n in range(5)]
+    sizes, generate = [], target.generate
+    monkeypatch.setattr(target, "generate", lambda ids, **options: sizes.append(len(ids)) or generate(ids, **options))
+
+    def length(rows):
+        options = {"per_device_eval_batch_size": rows, "eval_new_tokens": 20}
+        return DFlashTrainer(draft, target, arguments(tmp_path, **options)).acceptance_length(documents)
+
+    draft.generation_config.num_assistant_tokens = 2
+    assert length(1) == length(2) > 1
+    assert sizes == [1] * 5 + [2, 2, 1]
+    monkeypatch.setattr("transformers_dflash.training.trainer.takes_ragged_rows", lambda _cache: False)
+    length(2)
+    assert sizes[8:] == [1] * 5
+
+
 def test_early_stopping_sees_the_acceptance_length(target, draft, tmp_path):
     documents = answers(target, 4)
     options = {"learning_rate": 0.0, "num_train_epochs": 6, "eval_strategy": "epoch", "save_strategy": "epoch"}

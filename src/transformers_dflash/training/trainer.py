@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
-from transformers import GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ..configuration_dflash import DFlashDraftConfig
 from ..hub import push_to_hub, write_card
 from ..integration import draft_of
 from ..modeling_dflash import DFlashDraftModel
+from ..rollback import takes_ragged_rows
 from ..target import Target, block_embeds
 from .blocks import ATTENTION, IGNORED, Blocks, block_labels, pad_anchors, possible_anchors, sample_anchors
 from .data import Document
@@ -134,16 +136,15 @@ class BlockDataset(Dataset):
 def collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Documents of unequal length as one batch, padded on the right: `input_ids (b, n)`, `attention_mask (b, n)`,
     `anchors (b, N)`, `labels (b, N, K)` and, if they are stored, `features (b, n, taps, H)`."""
-    pad = torch.nn.utils.rnn.pad_sequence
     ids = [item["input_ids"] for item in items]
     batch = {
-        "input_ids": pad(ids, batch_first=True),
-        "attention_mask": pad([torch.ones_like(one) for one in ids], batch_first=True),
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
         "anchors": pad_anchors([item["anchors"] for item in items]),
-        "labels": pad([item["labels"] for item in items], batch_first=True, padding_value=IGNORED),
+        "labels": pad_sequence([item["labels"] for item in items], batch_first=True, padding_value=IGNORED),
     }
     if "features" in items[0]:
-        batch["features"] = pad([item["features"] for item in items], batch_first=True)
+        batch["features"] = pad_sequence([item["features"] for item in items], batch_first=True)
     return batch
 
 
@@ -407,9 +408,14 @@ class DFlashTrainer(Trainer):
 
     @torch.no_grad()
     def acceptance_length(self, documents: Sequence[Document]) -> float:
-        """τ over greedy answers to the prompts of documents: committed tokens per round of `generate`."""
+        """τ over greedy answers to the prompts of documents: committed tokens per round of `generate`.
+
+        As many are answered together as `per_device_eval_batch_size` says, where the target's rows can be.
+        """
         draft = draft_of(self.accelerator.unwrap_model(self.model))
         target = self.target.model
+        alone = self.target.rope_depends_on_length or not takes_ragged_rows(DynamicCache(config=target.config))
+        batch_size = 1 if alone else self.args.per_device_eval_batch_size
         options = GenerationConfig(
             max_new_tokens=self.args.eval_new_tokens,
             do_sample=False,
@@ -418,14 +424,15 @@ class DFlashTrainer(Trainer):
             pad_token_id=target.generation_config.pad_token_id,
         )
         lengths: list[int] = []
-        for document in documents:
-            start = document.response_mask.index(True)
-            if start == 0:  # no prompt to answer
-                continue
-            prompt = torch.tensor([document.ids[:start]], device=target.device)
-            output = target.generate(
-                prompt, attention_mask=torch.ones_like(prompt), generation_config=options, assistant_model=draft
-            )
+        starts = [document.response_mask.index(True) for document in documents]
+        # A document without a prompt has nothing to answer.
+        prompts = [torch.tensor(one.ids[:start]) for one, start in zip(documents, starts, strict=True) if start]
+        for start in range(0, len(prompts), batch_size):
+            batch = prompts[start : start + batch_size]
+            masks = [torch.ones_like(prompt) for prompt in batch]
+            ids, mask = (pad_sequence(rows, batch_first=True, padding_side="left") for rows in (batch, masks))
+            ids, mask = ids.to(target.device), mask.to(target.device)
+            output = target.generate(ids, attention_mask=mask, generation_config=options, assistant_model=draft)
             lengths += output.speculation.acceptance_lengths
         return sum(lengths) / len(lengths) if lengths else float("nan")
 

@@ -210,7 +210,9 @@ def table(rows: list[dict]) -> str:
     for arm, own in by_arm(rows).items():
         first = own[0]
         cells = [arm, len(own), f"{int(first['parameters']) / 1e6:.1f} M"]
-        cells += ["{:.3f} ± {:.3f}".format(*spread(own, name)) for name in ("acceptance_length", "accuracy_1")]
+        for name in ("acceptance_length", "accuracy_1"):
+            mean, deviation = spread(own, name)
+            cells.append(f"{mean:.3f} ± {deviation:.3f}" if len(own) > 1 else f"{mean:.3f}")
         cells += [first["feature_bytes_per_token"], first["draft_milliseconds"]]
         cells.append(f"{spread(own, 'training_seconds')[0]:.0f}")
         lines.append("| " + " | ".join(map(str, cells)) + " |")

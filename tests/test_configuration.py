@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import MASK, VOCAB, make_draft
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, BloomConfig, FalconConfig, GPT2Config, GPTNeoXConfig, OPTConfig
+from transformers import AutoConfig, BloomConfig, FalconConfig, GPT2Config, GPTNeoXConfig, MambaConfig, OPTConfig
 
 from transformers_dflash import DFlashDraftConfig
 from transformers_dflash.configuration_dflash import default_target_layer_ids
@@ -86,6 +86,13 @@ def test_from_target_fills_in_what_older_families_do_not_say(kind):
     made = DFlashDraftConfig.from_target(target, MASK)
     assert (made.hidden_size, made.num_attention_heads, made.num_key_value_heads) == (32, 4, 4)
     assert made.intermediate_size == (target.intermediate_size if kind is GPTNeoXConfig else 128)
+
+
+def test_from_target_asks_for_what_a_target_does_not_say():
+    target = MambaConfig(hidden_size=32, num_hidden_layers=8, vocab_size=64)
+    with pytest.raises(ValueError, match="MambaConfig says no num_attention_heads: pass num_attention_heads="):
+        DFlashDraftConfig.from_target(target, MASK)
+    assert DFlashDraftConfig.from_target(target, MASK, num_attention_heads=4).num_attention_heads == 4
 
 
 # refusing

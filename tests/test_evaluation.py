@@ -211,7 +211,7 @@ def test_a_killed_run_goes_on_and_repeats_no_answer(finished):
 
 @pytest.mark.slow
 def test_two_processes_share_the_prompts_and_go_on(finished, run_options, tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29613"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher += ["--no-python"]
     command = [*launcher, *PROGRAM, *run_options, "--output", str(tmp_path)]
     for _ in range(2):  # the second run finds one answer of each process missing

@@ -266,7 +266,6 @@ def test_a_pushed_draft_works_with_this_package_and_without_it(hub, models, tmp_
     assert used.returncode == 0, used.stderr
 
 
-@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_not_taken_for_one_without_a_card(tmp_path, monkeypatch):
     def unreachable(*_args, **_options):
         raise LocalEntryNotFoundError("no connection")
@@ -278,6 +277,7 @@ def test_a_hub_that_cannot_be_reached_is_not_taken_for_one_without_a_card(tmp_pa
     assert not (tmp_path / "README.md").exists()
 
 
+@pytest.mark.slow
 def test_pushing_again_replaces_the_weights_and_keeps_the_card_of_a_person(hub, models, tmp_path):
     options = 'private=True, max_shard_size="20KB", tags="llama"'
     assert run(hub, tmp_path, PUSH.format(models=models, options=options)).returncode == 0

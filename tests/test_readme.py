@@ -40,10 +40,11 @@ COMMANDS = re.findall(r"^.*transformers-dflash generate.*$", "\n".join(blocks("b
 
 @pytest.fixture(scope="module")
 def with_local_names(loaded_smollm2, tmp_path_factory):
-    """Replaces the names of a snippet's models by local folders, and 512 new tokens by fewer."""
+    """Replaces the names of a snippet's models by local folders, and numbers of new tokens by fewer."""
     folder = tmp_path_factory.mktemp("target")
     save_target(loaded_smollm2, folder, torch.float32)  # on old processors bfloat16 takes several times as long
-    replaced = {DRAFT_ID: str(REAL_DRAFT), TARGET_ID: str(folder), "max_new_tokens=512": "max_new_tokens=48"}
+    replaced = {DRAFT_ID: str(REAL_DRAFT), TARGET_ID: str(folder)}
+    replaced |= {"max_new_tokens=512": "max_new_tokens=48", "max_new_tokens=64": "max_new_tokens=24"}
     return lambda text: functools.reduce(lambda text, names: text.replace(*names), replaced.items(), text)
 
 

@@ -141,7 +141,7 @@ def test_two_processes_give_the_losses_of_one_whole_or_sharded(target_folder, an
     options += ["--save_steps", 3, "--learning_rate", 1e-3, "--target_dtype", "float32", *NEW_DRAFT, *QUIET]
     alone = train(*options, "--output_dir", tmp_path / "alone", "--per_device_train_batch_size", 4)
     assert alone.returncode == 0, alone.stderr
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     (tmp_path / "fsdp.json").write_text(json.dumps(FSDP))
     sharded = ["--fsdp", "full_shard", "--fsdp_config", tmp_path / "fsdp.json", "--eval_strategy", "epoch"]
     for name, program, more in (("whole", PROGRAM, []), ("sharded", REPO / "tests" / "fsdp_on_cpu.py", sharded)):
@@ -181,7 +181,7 @@ print("processes", trainer.args.world_size)
 @pytest.mark.slow
 def test_parts_that_stand_after_the_forward_pass_are_trained_by_two_processes(tmp_path):
     (tmp_path / "script.py").write_text(WITH_A_SELECTOR)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29613"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     both = subprocess.run(
         [*command, "script.py"],
         cwd=tmp_path,
@@ -198,7 +198,7 @@ def test_what_cannot_be_sharded_is_refused(target_folder, answers, tmp_path):
     config = AutoModelForCausalLM.from_pretrained(target_folder).config
     shape = {"num_hidden_layers": 2, "target_layer_ids": [1, 3], "block_size": 6, "own_embedding": True}
     DFlashDraftModel(DFlashDraftConfig.from_target(config, 16, **shape)).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29612"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [REPO / "tests" / "fsdp_on_cpu.py", "train", "--target", target_folder, "--data", answers]
     command += ["--draft", tmp_path, "--output_dir", tmp_path / "adapted", "--fsdp", "full_shard", *QUIET]
     done = subprocess.run(

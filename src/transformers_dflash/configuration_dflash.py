@@ -329,14 +329,20 @@ class DFlashDraftConfig(PreTrainedConfig):
             target_config: the target's config; the text part of it if it has several.
             mask_token_id: an embedding row that the target's data does not use.
             **overrides: any field of this config.
+
+        Raises:
+            ValueError: the target does not say its width or number of heads, and they are not given.
         """
         text = target_config.get_text_config(decoder=True)
-        fields = {"hidden_size": text.hidden_size, "num_attention_heads": text.num_attention_heads}
-        # GPT-2 and kin do not say it.
-        fields["intermediate_size"] = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        for name in ("num_key_value_heads", "max_position_embeddings"):  # not every family has the fields
-            if getattr(text, name, None) is not None:
-                fields[name] = getattr(text, name)
+        names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+        names += ["max_position_embeddings"]
+        fields = {name: getattr(text, name, None) for name in names if name not in overrides}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        for name in ("hidden_size", "num_attention_heads"):
+            if name not in fields | overrides:
+                raise ValueError(f"{type(text).__name__} says no {name}: pass {name}=... for the draft's own")
+        if "intermediate_size" not in fields:  # GPT-2 and kin do not say it
+            fields["intermediate_size"] = 4 * (fields | overrides)["hidden_size"]
         if "head_dim" not in overrides:  # of some families it differs by layer, and asking for it is an error
             fields["head_dim"] = getattr(text, "head_dim", None)  # not every family has the field
         rope = getattr(text, "rope_parameters", None) or {}  # of some families one for each type of layer

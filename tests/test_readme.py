@@ -169,7 +169,7 @@ def test_the_draft_is_converted(with_local_names, tmp_path):
 
 @pytest.mark.real
 def test_the_quickstart_chats():
-    command = [sys.executable, str(REPO / "examples" / "quickstart.py")]
+    command = [sys.executable, str(REPO / "examples" / "quickstart.py"), "--max-new-tokens", "12"]
     chat = "What is 2 plus 3?\nAnd 1 more?\n\n"
     done = subprocess.run(command, input=chat, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr

@@ -334,9 +334,14 @@ class DFlashDraftConfig(PreTrainedConfig):
             ValueError: the target does not say its width or number of heads, and they are not given.
         """
         text = target_config.get_text_config(decoder=True)
-        names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
-        names += ["max_position_embeddings"]
-        fields = {name: getattr(text, name, None) for name in names if name not in overrides}
+        same = (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        )
+        fields = {name: getattr(text, name, None) for name in same if name not in overrides}
         fields = {name: value for name, value in fields.items() if value is not None}
         for name in ("hidden_size", "num_attention_heads"):
             if name not in fields | overrides:

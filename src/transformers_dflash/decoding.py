@@ -222,7 +222,7 @@ def refuse_what_cannot_be_batched(
         ValueError: one sentence with the culprit and the mend.
     """
     alone = "with a DFlash draft it serves one sequence at a time: call generate once per sequence"
-    if cache.offloading:
+    if cache.offloading:  # its layers may be on their way between devices while the columns move
         raise ValueError(f"the target's cache is offloaded; {alone}")
     if not takes_ragged_rows(cache):
         names = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))

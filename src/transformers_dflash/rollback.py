@@ -185,11 +185,8 @@ class Rollback:
 
 
 def takes_ragged_rows(cache: Cache) -> bool:
-    """Whether rows of this cache can keep different numbers of tokens: plain dynamic layers, sliding or not, that are
-    not on their way between devices while the columns move."""
-    return not cache.offloading and all(
-        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
-    )
+    """Whether rows of this cache can keep different numbers of tokens: plain dynamic layers, sliding or not."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 def _is_croppable(layer: Any) -> bool:

@@ -23,6 +23,8 @@ batch = tokenizer.apply_chat_template(
     chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
 ).to(target.device)
 
+for assistant in (None, draft):  # the first call of a process is slow
+    target.generate(**batch, assistant_model=assistant, do_sample=False, max_new_tokens=8)
 for assistant in (None, draft):
     start = time.perf_counter()
     out = target.generate(

@@ -1,5 +1,6 @@
 """The command line, run as a user runs it: exit code, stdout and stderr."""
 
+import argparse
 import copy
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REAL_DRAFT
+from huggingface_hub.errors import HTTPError
 from transformers import AutoModelForCausalLM
 
 import transformers_dflash.cli as cli
@@ -222,6 +224,38 @@ def test_the_dtype_is_one_that_the_processor_computes(monkeypatch, device, machi
     monkeypatch.setattr(cli.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert cli.usual_dtype(torch.device(device)) == expected
+
+
+@pytest.mark.parametrize("broken", [torch.OutOfMemoryError("CUDA out of memory"), HTTPError("closed")])
+def test_what_goes_wrong_underway_ends_in_one_sentence(broken):
+    def run(_options):
+        raise broken
+
+    with pytest.raises(cli.BadInput, match=str(broken)):
+        cli.in_one_sentence(run)(argparse.Namespace())
+
+
+def test_a_reader_that_leaves_is_no_fault():
+    def run(_options):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        cli.in_one_sentence(run)(argparse.Namespace())
+
+
+def test_a_line_that_announces_the_next_is_not_said_alone():
+    assert cli.one_line(ValueError("no tokenizer from one of: \n(1) a file\n(2) a slow one")) == (
+        "no tokenizer from one of: (1) a file"
+    )
+
+
+def test_more_processes_than_accelerators_are_told(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(cli.BadInput, match="process 2 .* finds only 2 accelerators"):
+        cli.find_device(None)
 
 
 def test_empty_stdin_and_no_command():

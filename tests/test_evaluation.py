@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import transformers_dflash.cli as cli
 from transformers_dflash import evaluation
 from transformers_dflash.evaluation import measures
-from transformers_dflash.evaluation.command import parting_gap, prompt_ids, turns
+from transformers_dflash.evaluation.command import parting_gap, prompt_ids, state_of, turns
 from transformers_dflash.evaluation.page import render_html
 from transformers_dflash.evaluation.prompts import BUILTIN, HUB_SETS, read_prompts
 from transformers_dflash.evaluation.report import build_report, table
@@ -212,8 +212,7 @@ def test_a_killed_run_goes_on_and_repeats_no_answer(finished):
 @pytest.mark.slow
 def test_two_processes_share_the_prompts_and_go_on(finished, run_options, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launcher += ["--no-python"]
-    command = [*launcher, *PROGRAM, *run_options, "--output", str(tmp_path)]
+    command = [*launcher, "-m", "transformers_dflash", "evaluate", *run_options, "--output", str(tmp_path)]
     for _ in range(2):  # the second run finds one answer of each process missing
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
@@ -382,7 +381,7 @@ def test_new_weights_in_a_draft_s_folder_are_other_settings(models, capsys, tmp_
     run_here(capsys, *options)
     weights = draft / "model.safetensors"
     weights.write_bytes(weights.read_bytes())
-    assert "weights.draft" in refused(capsys, *options)
+    assert "draft_states.draft" in refused(capsys, *options)
 
 
 def test_sampled_answers_do_not_depend_on_where_a_run_was_cut(models, questions, capsys, tmp_path):
@@ -452,6 +451,30 @@ def test_the_only_draft_of_another_run_is_compared_whatever_its_name(models, que
     assert (entry["draft"], entry["other_draft"]) == ("second", "first")
 
 
+def test_a_run_without_a_draft_in_common_is_no_comparison(finished, models, questions, capsys, tmp_path):
+    draft = shutil.copytree(models[2].partition("=")[2], tmp_path / "third")
+    options = [models[0], *models[3:], "--draft", draft, "--data", questions, "--output", tmp_path / "out"]
+    said = refused(capsys, *options, "--compare", finished[0] / "report.json")
+    assert "has none of these drafts, but first, second" in said
+
+
+def test_whatever_bears_on_answers_changes_a_folder_s_state(models, tmp_path):
+    target = shutil.copytree(models[0].partition("=")[2], tmp_path / "target")
+    before = state_of(str(target))
+    (target / "README.md").write_text("a card")
+    assert state_of(str(target)) == before
+    (target / "chat_template.jinja").write_text("other")
+    assert state_of(str(target)) != before
+
+
+def test_a_first_attempt_that_failed_does_not_hold_its_folder(models, questions, capsys, tmp_path):
+    options = [models[0], *models[3:], "--data", questions, "--limit", 1, "--max-new-tokens", 3, "--output", tmp_path]
+    (tmp_path / "empty").mkdir()
+    assert "cannot be loaded" in refused(capsys, *options, "--draft", tmp_path / "empty")
+    run_here(capsys, *options, models[1])
+    assert "holds a run with other settings" in refused(capsys, *options, models[2])  # now there are answers
+
+
 def test_bad_input_is_one_sentence(models, questions, finished, capsys, monkeypatch, tmp_path):
     def said(*arguments, output=tmp_path / "out"):
         return refused(capsys, *models, "--output", output, *arguments)
@@ -468,6 +491,12 @@ def test_bad_input_is_one_sentence(models, questions, finished, capsys, monkeypa
     assert "row 1 holds no prompt" in said(*file('{"turns": []}\n'))
     assert "row 1 holds no prompt" in said(*file('{"prompt": 5}\n'))
     assert "line 1 is no JSON" in said(*file("what\n"))
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    assert "latin.jsonl is not UTF-8 text" in said("--data", tmp_path / "latin.jsonl")
+    (tmp_path / "file.parquet").write_text("no table")
+    with pytest.raises(ValueError, match=r"file.parquet cannot be read as parquet \("):
+        read_prompts([str(tmp_path / "file.parquet")])
+    capsys.readouterr()  # datasets logs it too
     assert "second set with the name" in said("--data", questions, "--data", questions)
     assert "would be called first" in said(models[1])
     assert "--top-p needs sampling" in said("--top-p", 0.5)
@@ -539,6 +568,17 @@ def test_prompts_without_a_chat_template_are_their_text(models):
     assert prompt_ids(chat, tokenizer, no_thinking=False) == tokenizer("abc")["input_ids"]
     with pytest.raises(ValueError, match="no chat template"):
         prompt_ids(chat * 2, tokenizer, no_thinking=False)
+
+
+def test_a_chat_that_a_template_cannot_join_is_refused(models):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(models[0].partition("=")[2])
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    tokenizer.chat_template = "{{ 'say: ' + messages[0].content }}"
+    with pytest.raises(ValueError, match="the chat template refuses a chat with the roles user"):
+        prompt_ids(parts, tokenizer, no_thinking=False)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        prompt_ids(parts, tokenizer, no_thinking=False)
 
 
 def test_partings_are_measured_by_the_target(target):

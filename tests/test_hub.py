@@ -453,6 +453,11 @@ def test_the_card_command_fills_in_results_and_licence(draft, tmp_path, capsys):
     assert (card.data.license, card.data.datasets, card.data.base_model) == ("mit", ["a/b", "c/d"], TARGET_ID)
     assert "| GSM8K (20) | 2.35 | 1.50 | 40.2 |" in card.text
     assert DFlashDraftModel.from_pretrained(folder).config.model_card["results"] == [RESULT]
+    assert "measured" not in capsys.readouterr().err
+    (tmp_path / "other.json").write_text(json.dumps({"results": [RESULT | {"draft": "me/other"}]}))
+    assert main(["card", folder, "--results", str(tmp_path / "other.json")]) == 0
+    assert "other.json measured other: make sure that" in capsys.readouterr().err
+    assert main(["card", folder, *options]) == 0
     assert main(["card", folder, "--license", "apache-2.0"]) == 0  # the rest stays
     card = ModelCard.load(tmp_path / "draft" / "README.md")
     assert (card.data.license, card.data.datasets) == ("apache-2.0", ["a/b", "c/d"])

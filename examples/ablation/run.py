@@ -1,9 +1,10 @@
 """Fused injection against one target layer per draft layer: the question behind DFlash, on a target of your choice.
 
-Every arm is trained from scratch on the same documents, anchors and steps, for several seeds, and then decodes the
-same held-out prompts. `fused` hands all taps, projected by `fc`, to every draft layer; `aligned` hands tap i to layer
-i as it is; `aligned-matched` widens the aligned draft's MLP until it has as many parameters as the fused one. The
-other arms norm every tap first, or change how many target layers are tapped and how many layers the draft has.
+Every arm is trained on the same documents, anchors and steps, for several seeds, and then decodes the same held-out
+prompts. As with `transformers-dflash train`, its layers start as the target's last ones, where these have its parts.
+`fused` hands all taps, projected by `fc`, to every draft layer; `aligned` hands tap i to layer i as it is;
+`aligned-matched` widens the aligned draft's MLP until it has as many parameters as the fused one. The other arms norm
+every tap first, or change how many target layers are tapped and how many layers the draft has.
 
     python examples/ablation/run.py --target NAME --data answers.jsonl --mask-token-id ID --output ablation
 
@@ -23,18 +24,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from transformers_dflash import DFlashDraftConfig, DFlashDraftModel
 from transformers_dflash.configuration_dflash import default_target_layer_ids
-from transformers_dflash.training import DFlashTrainer, DFlashTrainingArguments, FeatureStore
+from transformers_dflash.training import DFlashTrainer, DFlashTrainingArguments, FeatureStore, start_from_target
 from transformers_dflash.training.command import read_documents
 
-_MOST_HELD_OUT = 16  # documents
-MATCHED = "aligned-matched"  # with as many parameters as the fused draft of these taps and layers
+_MOST_HELD_OUT = 64  # documents
+MATCHED = "aligned-matched"  # normed taps, with as many parameters as the fused draft of these taps and layers
 # name: (injection, normed taps, taps, draft layers)
 ARMS = {
     "fused": ("fused", False, 5, 5),
     "fused, normed taps": ("fused", True, 5, 5),
     "aligned": ("layer_aligned", False, 5, 5),
     "aligned, normed taps": ("layer_aligned", True, 5, 5),
-    MATCHED: ("layer_aligned", False, 5, 5),
+    MATCHED: ("layer_aligned", True, 5, 5),
     "fused, 1 tap": ("fused", False, 1, 5),
     "fused, 3 taps": ("fused", False, 3, 5),
     "fused, 1 layer": ("fused", False, 5, 1),
@@ -62,6 +63,27 @@ def make_config(target, arm: str, block_size: int, mask: int) -> DFlashDraftConf
             target.config, mask, context_injection=injection, intermediate_size=wider, **fields
         )
     return config
+
+
+@torch.no_grad()
+def make_draft(config: DFlashDraftConfig, target, input_ids: torch.Tensor) -> DFlashDraftModel:
+    """A draft that starts at the target's last layers, if these are like its own; see `start_from_target`.
+
+    What its MLP has more than the target's starts with no effect.
+    """
+    draft = DFlashDraftModel(config)
+    width = target.config.get_text_config(decoder=True).intermediate_size
+    if config.intermediate_size == width:
+        start_from_target(draft, target, input_ids)
+        return draft
+    narrow = DFlashDraftModel(config.__class__.from_dict(config.to_dict() | {"intermediate_size": width}))
+    if start_from_target(narrow, target, input_ids):
+        weights = draft.state_dict()
+        for name, weight in narrow.state_dict().items():
+            if name.endswith("mlp.down_proj.weight"):
+                weights[name].zero_()  # (H, intermediate_size)
+            weights[name][tuple(slice(size) for size in weight.shape)] = weight
+    return draft
 
 
 @torch.no_grad()
@@ -96,7 +118,7 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=32, help="blocks of one document")
     parser.add_argument("--new-tokens", type=int, default=128, help="the most tokens of a held-out answer")
     parser.add_argument("--block-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of target and arithmetic"
     )
@@ -132,7 +154,7 @@ def main() -> None:
             if (arm, str(seed)) in done:
                 continue
             set_seed(seed)
-            draft = DFlashDraftModel(config)
+            draft = make_draft(config, target, torch.tensor([documents[0].ids]))
             arguments = DFlashTrainingArguments(
                 output_dir=str(options.output / "run"),
                 max_steps=options.steps,

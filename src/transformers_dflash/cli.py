@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
@@ -43,7 +43,16 @@ EXAMPLE_QUESTION = (
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFTING_OPTIONS = ("num_assistant_tokens", "tree_budget", "assistant_confidence_threshold")
-USERS_ERRORS = (ValueError, OSError, RuntimeError, SafetensorError, StrictDataclassError)  # what a user can mend
+# What a user can mend. A connection that breaks off is no OSError to the Hub's client.
+USERS_ERRORS = (
+    ValueError,
+    OSError,
+    RuntimeError,
+    FloatingPointError,
+    HTTPError,
+    SafetensorError,
+    StrictDataclassError,
+)
 WARM_UP_TOKENS = 8
 COMPARED_RUNS = 2  # of each kind, in turn; the best counts, since other work on the machine only ever slows one down
 
@@ -154,10 +163,11 @@ def add_one_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 def build_parser() -> Parser:
     parser = Parser(prog=PROGRAM, description="Run language models with DFlash drafts (block-diffusion speculation).")
+    parser.set_defaults(has_own_parser=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     about = "Answer one prompt with a target and its draft; without arguments, an example of both answers a question."
     generate = commands.add_parser("generate", help="answer one prompt", description=about)
-    generate.set_defaults(run=generate_command)
+    generate.set_defaults(run=in_one_sentence(generate_command))
     add_one_prompt_options(generate)
     add = generate.add_argument_group("output (the text on stdout, statistics on stderr)").add_argument
     add("--compare", action="store_true", help="run plain generate beside it and print both speeds")
@@ -169,7 +179,8 @@ def build_parser() -> Parser:
     profile.set_defaults(run=in_one_sentence(profile_command))
     add_one_prompt_options(profile)
 
-    commands.add_parser("train", help="train a draft", add_help=False).set_defaults(run=run_training)
+    train = commands.add_parser("train", help="train a draft", add_help=False)
+    train.set_defaults(run=in_one_sentence(run_training, quiet=False), has_own_parser=True)
 
     about = "Answer sets of prompts with plain generate and with drafts; report acceptance, speed and losslessness."
     evaluate = commands.add_parser("evaluate", help="measure drafts", description=about)
@@ -222,13 +233,18 @@ def convert_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def in_one_sentence(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def in_one_sentence(
+    command: Callable[[argparse.Namespace], int], quiet: bool = True
+) -> Callable[[argparse.Namespace], int]:
     """The same command, whose failures that a user can mend end the program with their first line."""
 
     def run(options: argparse.Namespace) -> int:
-        be_quiet()
+        if quiet:
+            be_quiet()
         try:
             return command(options)
+        except BrokenPipeError:  # whoever read what it writes has left
+            raise
         except USERS_ERRORS as error:
             raise BadInput(one_line(error)) from error
 
@@ -244,10 +260,7 @@ def be_quiet() -> None:
 def run_training(options: argparse.Namespace) -> int:
     from .training.command import train_command  # Trainer takes seconds to import
 
-    try:
-        return train_command(options.passed_on)
-    except (*USERS_ERRORS, FloatingPointError) as error:
-        raise BadInput(one_line(error)) from error
+    return train_command(options.passed_on)
 
 
 def evaluate_command(options: argparse.Namespace) -> int:
@@ -273,7 +286,6 @@ def evaluate_command(options: argparse.Namespace) -> int:
 
 def prepare(options: argparse.Namespace) -> tuple[Any, Any, DFlashDraftModel, str, dict[str, Any]]:
     """Target, tokenizer, draft, the prompt and `generate`'s arguments for it."""
-    be_quiet()
     refuse_options_that_clash(options)
     prompt = read_prompt(options)
     device = find_device(options.device)
@@ -315,14 +327,11 @@ def generate_command(options: argparse.Namespace) -> int:
     if prompt is EXAMPLE_QUESTION:
         print(f"{prompt}\n", file=sys.stderr)
     drafted, plain = [], []
-    try:
-        for assistant in (draft, None) if options.compare else ():
-            run(assistant, WARM_UP_TOKENS)
-        for turn in range(COMPARED_RUNS if options.compare else 1):
-            drafted.append(run(draft, options.max_new_tokens, None if turn else screen))
-            plain += [run(None, options.max_new_tokens)] if options.compare else []
-    except ValueError as error:  # refused by generate or by the draft, in a sentence
-        raise BadInput(one_line(error)) from error
+    for assistant in (draft, None) if options.compare else ():
+        run(assistant, WARM_UP_TOKENS)
+    for turn in range(COMPARED_RUNS if options.compare else 1):
+        drafted.append(run(draft, options.max_new_tokens, None if turn else screen))
+        plain += [run(None, options.max_new_tokens)] if options.compare else []
 
     best, best_plain = max(drafted, key=itemgetter("speed")), max(plain, key=itemgetter("speed"), default=None)
     result = {
@@ -380,6 +389,10 @@ def find_device(name: str | None) -> torch.device:
         name, rank = "cpu", os.environ.get("LOCAL_RANK", "0")  # of one of several processes
         if torch.accelerator.is_available():
             name = f"{torch.accelerator.current_accelerator()}:{rank}"
+            if int(rank) >= (count := torch.accelerator.device_count()):
+                raise BadInput(
+                    f"process {rank} (from 0) of this machine finds only {count} accelerators: start no more than that"
+                )
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # unknown, absent, or not in this build of torch
@@ -473,14 +486,17 @@ def describe(result: dict[str, Any]) -> str:
 def one_line(error: Exception) -> str:
     if isinstance(error, StrictDataclassError):  # the field first, and what is wrong with it in the next line
         return " ".join(str(error).split())
-    return str(error).strip().split("\n")[0].rstrip(".:")
+    lines = [line.strip() for line in str(error).strip().split("\n")]
+    if lines[0].endswith(":"):  # it only announces what the next one says
+        lines[0] = " ".join(lines[:2])
+    return lines[0].rstrip(".:")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = build_parser()
     options, passed_on = parser.parse_known_args(argv)
-    if passed_on and options.run is not run_training:  # which has a parser of its own
+    if passed_on and not options.has_own_parser:
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     options.passed_on = passed_on
     options.command = shlex.join([PROGRAM, *(sys.argv[1:] if argv is None else argv)])

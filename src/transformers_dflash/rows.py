@@ -13,13 +13,13 @@ def read_rows(source: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL or parquet file, or of the train split of a data set on the Hub.
 
     Raises:
-        ValueError: a line is no JSON object; it names the line.
+        ValueError: a line is no JSON object, which it names, or a file is damaged.
         FileNotFoundError: there is no such file, and `source` is no Hub id.
     """
     path = Path(source)
     if path.suffix in (".jsonl", ".json"):
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(_decoded(lines, path), 1):
                 if not line.strip():
                     continue
                 try:
@@ -33,11 +33,23 @@ def read_rows(source: str | Path) -> Iterator[dict[str, Any]]:
                 yield row
         return
     from datasets import load_dataset  # seconds to import, and only needed here
+    from datasets.exceptions import DatasetBuildError
 
-    if path.suffix == ".parquet":
-        yield from load_dataset("parquet", data_files=str(path), split="train")
-    else:
+    if path.suffix != ".parquet":
         yield from load_dataset(str(source), split="train")
+        return
+    try:
+        yield from load_dataset("parquet", data_files=str(path), split="train")
+    except (DatasetBuildError, ValueError) as error:  # pyarrow's own are of the second kind
+        reason = str(error.__cause__ or error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(f"{path} cannot be read as parquet ({reason}): write it anew") from error
+
+
+def _decoded(lines: Iterator[str], path: Path) -> Iterator[str]:
+    try:
+        yield from lines
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: convert it first") from error
 
 
 def whole_lines(path: Path) -> list[bytes]:
@@ -65,9 +77,10 @@ def prompt_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     """
     if "messages" in row:
         messages = list(row["messages"])
-        while messages and messages[-1]["role"] == "assistant":
+        known = all(isinstance(message, dict) and "role" in message for message in messages)
+        while known and messages and messages[-1]["role"] == "assistant":
             messages.pop()
-        if messages:
+        if known and messages:
             return messages
     elif isinstance(row.get("prompt"), str) and row["prompt"]:
         return [{"role": "user", "content": row["prompt"]}]
@@ -90,7 +103,7 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer: Any, prompt: bool = 
     options = {"add_generation_prompt": prompt, "return_dict": True} | template_options
     try:
         return tokenizer.apply_chat_template(messages, **options)["input_ids"]
-    except TemplateError as error:  # as of roles that it does not know, or their order
+    except (TemplateError, TypeError) as error:  # as of roles that it does not know, their order, or lists for text
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(f"the chat template refuses a chat with the roles {roles} ({error}): change it") from error
 

@@ -55,7 +55,9 @@ class Evaluation:
         self.rank, self.world_size = join_processes()
         self.drafts = draft_names(options.draft)
         self.chats = read_prompts(options.data, options.limit)
-        self.other = None if options.compare is None else read_report(Path(options.compare), list(self.chats))
+        self.other = None
+        if options.compare is not None:
+            self.other = read_report(Path(options.compare), list(self.chats), list(self.drafts))
         self.settings = describe_settings(options, self.drafts, self.chats, device)
         self.settings["processes"] = self.world_size
         self.folder = Path(options.output)
@@ -79,8 +81,9 @@ class Evaluation:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "settings.json"
+        answered = any(file.stat().st_size for file in self.folder.glob("answers*.jsonl"))
         if not path.exists():
-            if self.answers.exists():
+            if answered:
                 raise ValueError(f"--output {self.folder} has answers.jsonl and no settings.json: name another folder")
             write(path, json.dumps(self.settings, indent=2) + "\n")
             return {}
@@ -90,7 +93,9 @@ class Evaluation:
             others = [name for name in here | there if here.get(name) != there.get(name)]
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no settings of a run: name another folder") from error
-        if others:
+        if others and not answered and self.rank == 0:  # of an attempt that failed before its first answer
+            write(path, json.dumps(self.settings, indent=2) + "\n")
+        elif others:
             said = "; ".join(f"{name} {there.get(name)} there, {here.get(name)} here" for name in others)
             raise ValueError(
                 f"--output {self.folder} holds a run with other settings ({said}): name another folder, or repeat its "
@@ -273,9 +278,10 @@ def prompt_ids(chat: list[dict[str, Any]], tokenizer: Any, no_thinking: bool) ->
     """Token ids of a chat, opened for the answer; without a chat template those of a single message's text.
 
     Raises:
-        ValueError: a chat of several messages meets a tokenizer without a chat template.
+        ValueError: the tokenizer has no chat template and the chat is more than one message's text; or its template
+            refuses the chat.
     """
-    if not tokenizer.chat_template and len(chat) == 1:
+    if not tokenizer.chat_template and len(chat) == 1 and isinstance(chat[0].get("content"), str):
         return tokenizer(chat[0]["content"])["input_ids"]
     return chat_ids(chat, tokenizer, **({"enable_thinking": False} if no_thinking else {}))
 
@@ -304,7 +310,8 @@ def describe_settings(
     return {
         "target": str(options.target),
         "drafts": drafts,
-        "weights": {name: state_of(place) for name, place in {"target": str(options.target), **drafts}.items()},
+        "target_state": state_of(str(options.target)),
+        "draft_states": {name: state_of(place) for name, place in drafts.items()},
         "data": {name: f"{len(own)} prompts, {digest(own)}" for name, own in chats.items()},
         **{name: getattr(options, name) for name in names},
         "plain": not options.no_plain,
@@ -321,9 +328,8 @@ def state_of(name: str) -> str | None:
     where there is neither, which loading will say."""
     if not Path(name).is_dir():
         return commit_of(name)
-    files = [
-        path for path in sorted(Path(name).iterdir()) if path.suffix in (".json", ".safetensors", ".gguf", ".bin")
-    ]
+    # All that may bear on answers: weights, configs, tokenizers, chat templates.
+    files = [path for path in sorted(Path(name).iterdir()) if path.is_file() and path.suffix != ".md"]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return sha256(repr(stats).encode()).hexdigest()[:12]
 

@@ -109,15 +109,16 @@ def summarise(answers: list[Entry], plain: list[Entry] | None, block_size: int) 
     return values
 
 
-def read_report(path: Path, names: Iterable[str]) -> Entry:
-    """Another run's report, to compare with one of the sets `names`.
+def read_report(path: Path, names: Iterable[str], drafts: Iterable[str]) -> Entry:
+    """Another run's report, to compare with one of the sets `names` and of `drafts`.
 
     Raises:
-        ValueError: it is none, or has none of the sets.
+        ValueError: it is none, has none of the sets, or several drafts and none of these.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        shared = {row["dataset"] for row in report["results"] if row["draft"] and set(COMPARED) <= row.keys()}
+        rows = [row for row in report["results"] if row["draft"] and set(COMPARED) <= row.keys()]
+        shared, theirs = {row["dataset"] for row in rows}, {row["draft"] for row in rows}
         report["settings"].items()
     except OSError as error:
         raise ValueError(f"--compare {path} cannot be read ({error.strerror}): check the path") from error
@@ -128,6 +129,11 @@ def read_report(path: Path, names: Iterable[str]) -> Entry:
     if not shared & set(names):
         raise ValueError(
             f"--compare {path} has none of these data sets, but {', '.join(sorted(shared))}: give --data as there"
+        )
+    if len(theirs) > 1 and not theirs & set(drafts):
+        raise ValueError(
+            f"--compare {path} has none of these drafts, but {', '.join(sorted(theirs))}: rename a draft's folder, or "
+            "compare with a report on one draft"
         )
     return report | {"path": str(path)}
 
@@ -155,7 +161,7 @@ def comparison(report: Entry, other: Entry) -> Entry:
         entries.append(entry)
     here, there = flat_settings(report["settings"]), flat_settings(other["settings"])
     names = [one for one in here | there if here.get(one) != there.get(one)]
-    names = [one for one in names if one != "command" and not one.startswith(("drafts.", "weights."))]
+    names = [one for one in names if one != "command" and not one.startswith(("drafts.", "draft_states."))]
     differing = [{"name": one, "here": here.get(one), "there": there.get(one)} for one in names]
     return {"other": other["path"], "sets": entries, "settings": differing}
 

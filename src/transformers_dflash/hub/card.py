@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.errors import HTTPError
 from jinja2 import Environment, StrictUndefined
 from transformers.utils.hub import cached_file, extract_commit_hash
 
@@ -122,7 +123,7 @@ def commit_of(name: str) -> str | None:
     """The commit that a Hub id stands for now; None for anything else, or where the Hub has no such model."""
     if not is_hub_id(name):
         return None
-    with suppress(OSError):
+    with suppress(OSError, HTTPError):
         return extract_commit_hash(cached_file(name, "config.json"), None)
     return None
 

@@ -67,6 +67,12 @@ def card_command(options: argparse.Namespace) -> int:
     details = dict(draft_config.model_card or {})
     if options.results is not None:
         details["results"] = read_results(Path(options.results))
+        measured = {Path(row["draft"]).name for row in details["results"] if "draft" in row}
+        if measured - {folder.resolve().name}:
+            print(
+                f"{options.results} measured {', '.join(measured)}: make sure that {folder} holds the same weights",
+                file=sys.stderr,
+            )
     details |= {name: value for name, value in (("license", options.license), ("datasets", options.dataset)) if value}
     draft_config.model_card = stored["model_card"] = details
     if options.target is not None:

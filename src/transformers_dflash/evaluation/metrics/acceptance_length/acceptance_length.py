@@ -17,7 +17,8 @@ Args:
 Returns:
     acceptance_length: all tokens over all rounds, so that prompts with many rounds weigh more.
     acceptance_length_per_prompt: mean over prompts of each one's own; prompts without a round are left out.
-    block_efficiency: acceptance_length / block_size, between 1 / block_size and 1; with block_size only.
+    block_efficiency: acceptance_length / block_size, at most 1 unless the anchor's slot gives a candidate too; with
+        block_size only.
 Examples:
     >>> metric = transformers_dflash.evaluation.load("acceptance_length")
     >>> metric.compute(acceptance_lengths=[[4, 2], [3]], block_size=8)

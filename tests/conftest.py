@@ -175,6 +175,13 @@ def smollm2_tokenizer():
     return AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
+def make_worded_target(tokenizer, num_layers: int = 4) -> LlamaForCausalLM:
+    """A tiny random target with the vocabulary of a real tokenizer."""
+    torch.manual_seed(0)
+    more = {"vocab_size": len(tokenizer), "num_hidden_layers": num_layers, "eos_token_id": 2, "pad_token_id": 2}
+    return LlamaForCausalLM(LlamaConfig(**COMMON | more)).eval()
+
+
 @pytest.fixture(scope="session")
 def loaded_smollm2(smollm2_tokenizer):
     folder, file = smollm2_folder()

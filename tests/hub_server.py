@@ -25,7 +25,8 @@ class Repo:
     refs: dict[str, str] = field(default_factory=dict)  # branch or refs/pr/N -> commit
 
     def commit(self, ref: str, files: dict[str, bytes], message: str) -> str:
-        text = json.dumps([ref, len(self.commits), sorted(files), message])
+        contents = {path: hashlib.sha1(content).hexdigest() for path, content in sorted(files.items())}
+        text = json.dumps([ref, len(self.commits), contents, message])
         sha = hashlib.sha1(text.encode()).hexdigest()
         self.commits[sha], self.messages[sha], self.refs[ref] = files, message, sha
         return sha
@@ -47,15 +48,19 @@ class HubServer:
 
     def __init__(self, owner: str = "me"):
         self.owner = owner
+        self.lock = threading.RLock()
+        self.clear()
+        handler = type("Bound", (Handler,), {"hub": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def clear(self) -> None:
+        """Forget all that is published and asked for."""
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.expired: set[str] = set()
         self.cut_uploads = self.cut_commits = 0
         self.requests: list[str] = []
-        self.lock = threading.RLock()
-        handler = type("Bound", (Handler,), {"hub": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> "HubServer":
         threading.Thread(target=self.server.serve_forever, daemon=True).start()

@@ -17,7 +17,7 @@ def oracle(answer: torch.LongTensor, num_right: int | list[int], vocab_size: int
     Yields a list that collects, per round, the ids before it, the draft's own logits `(k, V)` and, of a batch, those
     of all rows with their ids.
     """
-    drafted = []
+    drafted, asked = [], []
     original_choice = DFlashCandidateGenerator.draft_rows
     original_logits = DFlashCandidateGenerator._logits
     counts = [num_right] * len(answer) if isinstance(num_right, int) else num_right
@@ -28,6 +28,7 @@ def oracle(answer: torch.LongTensor, num_right: int | list[int], vocab_size: int
         return logits
 
     def draft_rows(self, rows, max_candidates=None):
+        asked.append(len(rows))
         drafted.append({"input_ids": rows[0], "rows": rows, "context_before": len(self.cache)})
         candidates, _ = original_choice(self, rows, max_candidates)
         k = candidates.shape[1]
@@ -46,6 +47,7 @@ def oracle(answer: torch.LongTensor, num_right: int | list[int], vocab_size: int
     DFlashCandidateGenerator.draft_rows, DFlashCandidateGenerator._logits = draft_rows, draft_logits
     try:
         yield drafted
+        assert asked, "the draft was never asked: what is tested for every round was tested for none"
     finally:
         DFlashCandidateGenerator.draft_rows = original_choice
         DFlashCandidateGenerator._logits = original_logits

@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REAL_DRAFT
+from conftest import REAL_DRAFT, make_draft, save_tiny_target
 from huggingface_hub.errors import HTTPError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import transformers_dflash.cli as cli
 
@@ -81,41 +82,68 @@ def test_compare_a_prompt_file_as_json(real, tmp_path):
     assert isinstance(result["identical"], bool)
 
 
-@pytest.mark.real
-def test_sampling_from_stdin_is_repeatable_with_a_seed(real):
-    options = ("--json", "--temperature", "1", "--top-p", "0.9", "--top-k", "40", "--max-new-tokens", "12")
-    first, again = (numbers(run(*real, *options, "--seed", "7", stdin=QUESTION)) for _ in range(2))
-    assert first["text"] == again["text"]
-    assert "speedup" not in first
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> tuple[str, ...]:
+    """The options that name a tiny target, whose tokens are letters, and its draft."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_draft(save_tiny_target(folder / "target")).save_pretrained(folder / "draft")
+    names = ("--target", str(folder / "target"), "--draft", str(folder / "draft"))
+    return (*names, "--device", "cpu", "--dtype", "float32")
 
 
-@pytest.mark.real
-def test_text_alone_goes_to_stdout_and_options_reach_the_loop(real):
-    options = ("--no-chat-template", "--no-stream", "--num-assistant-tokens", "2", "--dtype", "float32")
-    done = run(*real, *options, "--prompt", "1 2 3 4 5 6 7", "--max-new-tokens", "9", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert "8" in done.stdout
-    assert "tok/s" not in done.stdout
-    rounds = int(done.stderr.split(" rounds")[0].rsplit(" ", 1)[1])
-    drafted = int(done.stderr.split(" candidates accepted")[0].rsplit(" ", 1)[1])
-    assert drafted <= 2 * rounds
+def run_here(capsys, *arguments: str, command: str = "generate") -> tuple[str, str]:
+    """What the program writes to stdout and to stderr, in this process, which has imported already what it needs."""
+    assert cli.main([command, *arguments]) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
 
 
-@pytest.mark.real
-def test_one_token_has_no_speed_and_json_stays_valid(real):
-    result = numbers(run(*real, "--prompt", QUESTION, "--system", "Be brief.", "--json", "--max-new-tokens", "1"))
+def test_sampling_from_stdin_is_repeatable_with_a_seed(tiny, capsys, monkeypatch, tmp_path):
+    (tmp_path / "question").write_text("what is two and two")
+
+    def text(*options):
+        with (tmp_path / "question").open() as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            result = json.loads(run_here(capsys, *tiny, "--json", "--max-new-tokens", "12", *options)[0])
+        assert "speedup" not in result
+        return result["text"]
+
+    sampling = ("--temperature", "1", "--top-p", "0.99", "--top-k", "40")
+    assert text(*sampling, "--seed", "7") == text(*sampling, "--seed", "7")
+    assert text(*sampling, "--seed", "7") != text(*sampling, "--seed", "8")
+    assert text("--temperature", "0.001", "--seed", "7") == text()  # next to greedy
+    assert text("--temperature", "1", "--top-k", "1", "--seed", "7") == text()
+    assert text("--temperature", "1", "--top-p", "0.001", "--seed", "7") == text()
+
+
+def test_text_alone_goes_to_stdout_and_options_reach_the_loop(tiny, capsys):
+    options = ("--no-chat-template", "--num-assistant-tokens", "2", "--prompt", "abcd", "--max-new-tokens", "9")
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(tiny[1]), AutoTokenizer.from_pretrained(tiny[1])
+    inputs = tokenizer("abcd", return_tensors="pt")
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=9)[0, inputs["input_ids"].shape[1] :]
+    text = tokenizer.decode(plain, skip_special_tokens=True)
+    for more in ((), ("--no-stream",)):
+        out, err = run_here(capsys, *tiny, *options, *more)
+        assert out.strip() == text.strip()
+        assert "tok/s" in err
+        rounds = int(err.split(" rounds")[0].rsplit(" ", 1)[1])
+        drafted = int(err.split(" candidates accepted")[0].rsplit(" ", 1)[1])
+        assert 0 < drafted <= 2 * rounds
+
+
+def test_one_token_has_no_speed_and_json_stays_valid(tiny, capsys):
+    out, _ = run_here(capsys, *tiny, "--prompt", "abc", "--system", "be brief", "--json", "--max-new-tokens", "1")
+    result = json.loads(out)
     assert result["rounds"] == 0
     assert result["tokens_per_second"] is None
     assert result["acceptance_length"] is None
 
 
-@pytest.mark.real
-def test_a_profile_shows_the_parts_of_a_round_beside_the_bare_forwards(real):
-    command = [PROGRAM, "profile", *real, "--prompt", QUESTION, "--max-new-tokens", "8", "--tree-budget", "auto"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("8 tokens in ")
-    rows = {line[:14].strip(): line[14:].split() for line in done.stdout.split("\n")}
+def test_a_profile_shows_the_parts_of_a_round_beside_the_bare_forwards(tiny, capsys):
+    options = ("--prompt", "abc", "--max-new-tokens", "8", "--tree-budget", "auto")
+    out, _ = run_here(capsys, *tiny, *options, command="profile")
+    assert out.startswith("8 tokens in ")
+    rows = {line[:14].strip(): line[14:].split() for line in out.split("\n")}
     milliseconds = {name: float(rows[name][0]) for name in ("drafting", "verifying", "rolling back", "all")}
     assert milliseconds.pop("all") == pytest.approx(sum(milliseconds.values()), abs=0.02)
     assert float(rows["drafting"][2]) + float(rows["verifying"][2]) == pytest.approx(float(rows["all"][2]), abs=0.02)
@@ -140,18 +168,6 @@ def test_it_ends_quietly_when_its_reader_leaves(real, leave, code, last_words):
     assert "Traceback" not in said
 
 
-@pytest.mark.real
-def test_a_draft_of_another_target_is_refused_in_a_sentence(real, tmp_path):
-    config = json.loads((REAL_DRAFT / "config.json").read_text())
-    config["dflash_config"]["target_layer_ids"] = [1, 8, 14, 21, 30]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_target_layers": 31}))
-    (tmp_path / "model.safetensors").symlink_to(REAL_DRAFT / "model.safetensors")
-    done = run(*real[:3], str(tmp_path), "--prompt", QUESTION)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert "the draft taps layer 30, but the target has 30 decoder layers" in done.stderr
-
-
 def refused(capsys, *arguments: str) -> str:
     """The sentence on stderr, in this process: what is refused here needs no model."""
     try:
@@ -164,6 +180,15 @@ def refused(capsys, *arguments: str) -> str:
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("transformers-dflash: ")
     return captured.err
+
+
+def test_a_draft_of_another_target_is_refused_in_a_sentence(tiny, capsys, tmp_path):
+    shutil.copytree(tiny[3], tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    changed = {"target_layer_ids": [1, 4], "num_target_layers": 5}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config | changed))
+    said = refused(capsys, *tiny[:3], str(tmp_path / "draft"), *tiny[4:], "--prompt", "abc")
+    assert "the draft taps layer 4, but the target has 4 decoder layers" in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from conftest import CACHE, VOCAB, WINDOW, make_draft, make_target, prompt
+from conftest import CACHE, VOCAB, WINDOW, make_draft, make_target, make_worded_target, prompt
 from oracle import oracle
 from transformers import (
     Cache,
@@ -432,42 +432,40 @@ def test_target_in_half_precision_beside_a_full_precision_draft():
     assert greedy(target, prompt(7), draft).shape[1] == 7 + NEW_TOKENS
 
 
-@pytest.mark.real
-def test_pipeline_and_stop_strings_on_the_real_target(smollm2, smollm2_draft):
-    target, tokenizer = smollm2
-    text = "The three primary colours are"
-    inputs = tokenizer(text, return_tensors="pt")
-    options = {"stop_strings": [" and", "."], "tokenizer": tokenizer, "do_sample": False, "max_new_tokens": 30}
-    answer = target.generate(**inputs, **options)
-    drafted = target.generate(**inputs, **options, assistant_model=smollm2_draft)
-    assert torch.equal(drafted, answer)
-    assert answer.shape[1] < inputs["input_ids"].shape[1] + 30
-
-    alone = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    # The published config has no special tokens, so Transformers asks for the tokenizer.
-    together = pipeline(
-        "text-generation",
-        model=target,
-        tokenizer=tokenizer,
-        assistant_model=smollm2_draft,
-        assistant_tokenizer=tokenizer,
-    )
-    options = {"do_sample": False, "max_new_tokens": 20}
-    assert together(text, **options) == alone(text, **options)
+@pytest.fixture(scope="module")
+def worded(smollm2_tokenizer):
+    """A tiny target that writes words, its tokenizer, and a draft."""
+    target = make_worded_target(smollm2_tokenizer)
+    return target, smollm2_tokenizer, make_draft(target)
 
 
-@pytest.mark.real
-def test_text_streamer_prints_the_plain_text(smollm2, smollm2_draft, capsys):
-    target, tokenizer = smollm2
+def test_stop_strings_end_both_at_the_same_token(worded):
+    target, tokenizer, draft = worded
     inputs = tokenizer("Once upon a time", return_tensors="pt")
-    for draft in (None, smollm2_draft):
-        target.generate(
-            **inputs,
-            do_sample=False,
-            max_new_tokens=20,
-            assistant_model=draft,
-            streamer=TextStreamer(tokenizer, skip_prompt=True),
-        )
+    start = inputs["input_ids"].shape[1]
+    words = [tokenizer.decode(token) for token in greedy(target, inputs["input_ids"])[0, start:]]
+    options = {"stop_strings": [words[12], words[20]], "tokenizer": tokenizer}
+    stopped = greedy(target, inputs["input_ids"], **options)
+    assert stopped.shape[1] <= start + 13
+    assert torch.equal(greedy(target, inputs["input_ids"], draft, **options), stopped)
+
+
+def test_pipelines_take_a_draft(worded):
+    target, tokenizer, draft = worded
+    alone = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    # The draft's config has no special tokens, so Transformers asks for the tokenizer.
+    more = {"assistant_model": draft, "assistant_tokenizer": tokenizer}
+    together = pipeline("text-generation", model=target, tokenizer=tokenizer, **more)
+    options = {"do_sample": False, "max_new_tokens": 20}
+    assert together("Once upon a time", **options) == alone("Once upon a time", **options)
+
+
+def test_a_text_streamer_prints_the_plain_text(worded, capsys):
+    target, tokenizer, draft = worded
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    for assistant in (None, draft):
+        streamer = TextStreamer(tokenizer, skip_prompt=True)
+        greedy(target, inputs["input_ids"], assistant, max_new_tokens=20, streamer=streamer)
     printed = capsys.readouterr().out
     half = len(printed) // 2
     assert printed[:half] == printed[half:]

@@ -185,28 +185,77 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def hub():
+@pytest.fixture(scope="module")
+def server():
     with HubServer() as server:
         yield server
 
 
-def run(hub: HubServer, folder: Path, code: str, token: str | None = "good", python=sys.executable, **variables):
-    """Run a script with the real client; its working folder is `folder`, its Hub the local one."""
-    environment = os.environ | {
+@pytest.fixture
+def hub(server):
+    server.clear()
+    return server
+
+
+# Runs one script after the other: a process takes seconds to import what all of them need.
+INTERPRETER = """
+import contextlib, io, json, os, sys, traceback
+import peft, transformers_dflash.cli, transformers_dflash.training
+answers, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    script = json.loads(line)
+    os.chdir(script["folder"])
+    os.environ.pop("HF_TOKEN", None)
+    if script["token"] is not None:
+        os.environ["HF_TOKEN"] = script["token"]
+    returncode, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            exec(compile(script["code"], "script", "exec"), {"__name__": "__main__"})
+        except SystemExit as end:
+            returncode = end.code
+        except Exception:
+            traceback.print_exc()
+            returncode = 1
+    print(json.dumps([returncode, out.getvalue(), err.getvalue()]), file=answers, flush=True)
+"""
+
+
+def environment_of(hub: HubServer, home: Path) -> dict[str, str]:
+    """In which the real client takes the local Hub for the real one."""
+    variables = {
         "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(folder / "home"),
+        "HF_HOME": str(home),
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "OMP_NUM_THREADS": "1",
     }
-    environment.pop("HF_TOKEN", None)
-    environment.pop("HF_HUB_OFFLINE", None)
-    if token is not None:
-        environment["HF_TOKEN"] = token
-    return subprocess.run(
-        [python, "-c", code], cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=120
-    )
+    return {
+        name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HF_HUB_OFFLINE")
+    } | variables
+
+
+@pytest.fixture(scope="module")
+def interpreter(server, tmp_path_factory):
+    """A process with the real client, whose Hub is the local one."""
+    environment = environment_of(server, tmp_path_factory.mktemp("home"))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", INTERPRETER], env=environment, text=True, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(interpreter, tmp_path):
+    """Runs a script in that process; its working folder is the test's own."""
+
+    def run(code: str, token: str | None = "good") -> subprocess.CompletedProcess:
+        request = {"code": code, "token": token, "folder": str(tmp_path)}
+        interpreter.stdin.write(json.dumps(request) + "\n")
+        interpreter.stdin.flush()
+        return subprocess.CompletedProcess(code, *json.loads(interpreter.stdout.readline()))
+
+    return run
 
 
 PUSH = """
@@ -243,8 +292,8 @@ assert torch.equal(out, plain)
 
 
 @pytest.mark.slow
-def test_a_pushed_draft_works_with_this_package_and_without_it(hub, models, tmp_path):
-    done = run(hub, tmp_path, PUSH.format(models=models, options=""))
+def test_a_pushed_draft_works_with_this_package_and_without_it(hub, run, models, tmp_path):
+    done = run(PUSH.format(models=models, options=""))
     assert done.returncode == 0, done.stderr
     repo = hub.repos[DRAFT_ID]
     files = repo.files()
@@ -255,14 +304,15 @@ def test_a_pushed_draft_works_with_this_package_and_without_it(hub, models, tmp_
     assert card.data.base_model == TARGET_ID
     assert f'custom_generate="{DRAFT_ID}"' in card.text
 
-    used = run(hub, tmp_path, USE_WITH_US.format(models=models))
+    used = run(USE_WITH_US.format(models=models))
     assert used.returncode == 0, used.stderr
 
     venv.create(tmp_path / "bare", with_pip=False)
     python = tmp_path / "bare" / "bin" / "python"
     packages = sysconfig.get_paths()["purelib"]  # its .pth files, one of which leads to this package, are not read
     code = USE_WITHOUT_US.format(models=models)
-    used = run(hub, tmp_path, code, python=python, PYTHONPATH=packages, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    environment = environment_of(hub, tmp_path / "home") | {"PYTHONPATH": packages, "HF_TOKEN": "good"}
+    used = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert used.returncode == 0, used.stderr
 
 
@@ -278,9 +328,9 @@ def test_a_hub_that_cannot_be_reached_is_not_taken_for_one_without_a_card(tmp_pa
 
 
 @pytest.mark.slow
-def test_pushing_again_replaces_the_weights_and_keeps_the_card_of_a_person(hub, models, tmp_path):
+def test_pushing_again_replaces_the_weights_and_keeps_the_card_of_a_person(hub, run, models, tmp_path):
     options = 'private=True, max_shard_size="20KB", tags="llama"'
-    assert run(hub, tmp_path, PUSH.format(models=models, options=options)).returncode == 0
+    assert run(PUSH.format(models=models, options=options)).returncode == 0
     repo = hub.repos[DRAFT_ID]
     assert repo.private
     assert "model.safetensors.index.json" in repo.files()
@@ -289,7 +339,7 @@ def test_pushing_again_replaces_the_weights_and_keeps_the_card_of_a_person(hub, 
     repo.commit(
         "main", repo.files() | {"README.md": b"---\nlicense: mit\n---\nmine\n", "notes.txt": b"kept"}, "by hand"
     )
-    done = run(hub, tmp_path, PUSH.format(models=models, options='commit_message="better", revision="v2"'))
+    done = run(PUSH.format(models=models, options='commit_message="better", revision="v2"'))
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" not in repo.files()  # main stands as it stood
     files = repo.files("v2")
@@ -299,38 +349,38 @@ def test_pushing_again_replaces_the_weights_and_keeps_the_card_of_a_person(hub, 
     assert files["README.md"] == b"---\nlicense: mit\n---\nmine\n"
     assert files["notes.txt"] == b"kept"
 
-    done = run(hub, tmp_path, PUSH.format(models=models, options="create_pr=True"))
+    done = run(PUSH.format(models=models, options="create_pr=True"))
     assert done.stdout.strip().endswith("/discussions/1"), done.stderr
     assert "model.safetensors" in repo.files("refs/pr/1")
     assert "model.safetensors" not in repo.files()
 
 
 @pytest.mark.slow
-def test_a_push_that_breaks_off_publishes_nothing_and_can_be_repeated(hub, models, tmp_path):
+def test_a_push_that_breaks_off_publishes_nothing_and_can_be_repeated(hub, run, models, tmp_path):
     hub.expired.add("old")
     code = PUSH.format(models=models, options="")
-    refused = run(hub, tmp_path, code, token="old")
+    refused = run(code, token="old")
     assert refused.returncode != 0
     assert "expired" in refused.stderr
     assert not hub.repos
-    refused = run(hub, tmp_path, code, token=None)
+    refused = run(code, token=None)
     assert refused.returncode != 0
     assert "401" in refused.stderr
 
     hub.cut_uploads = 1  # the client tries again by itself
     hub.cut_commits = 1
-    broken = run(hub, tmp_path, code)
+    broken = run(code)
     assert broken.returncode != 0
     assert hub.cut_uploads == 0
     assert list(hub.repos[DRAFT_ID].files()) == [".gitattributes"]
     uploads = sum(request.startswith("PUT") for request in hub.requests)
-    assert run(hub, tmp_path, code).returncode == 0
+    assert run(code).returncode == 0
     assert "model.safetensors" in hub.repos[DRAFT_ID].files()
     assert sum(request.startswith("PUT") for request in hub.requests) == uploads  # the weights were there already
 
 
 @pytest.mark.slow
-def test_adapters_are_pushed_with_a_card_and_need_a_draft_that_others_find(hub, models, tmp_path):
+def test_adapters_are_pushed_with_a_card_and_need_a_draft_that_others_find(hub, run, models, tmp_path):
     code = f"""
 import shutil, torch, transformers_dflash
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -357,7 +407,7 @@ fresh = DFlashDraftModel.from_pretrained("{models}/draft")
 weight = PeftModel.from_pretrained(fresh, "me/adapters").get_submodule("base_model.model.layers.0.self_attn.q_proj")
 assert torch.equal(weight.lora_B["default"].weight, draft.layers[0].self_attn.q_proj.lora_B["default"].weight)
 """
-    done = run(hub, tmp_path, code)
+    done = run(code)
     assert done.returncode == 0, done.stderr
     assert list(hub.repos) == ["me/adapters"]
     files = hub.repos["me/adapters"].files()
@@ -368,13 +418,13 @@ assert torch.equal(weight.lora_B["default"].weight, draft.layers[0].self_attn.q_
 
 
 @pytest.mark.slow
-def test_saving_with_push_publishes_what_is_saved(hub, models, tmp_path):
+def test_saving_with_push_publishes_what_is_saved(hub, run, models, tmp_path):
     code = f"""
 from transformers_dflash import DFlashDraftModel
 draft = DFlashDraftModel.from_pretrained("{models}/draft")
 draft.save_pretrained("mine", push_to_hub=True, repo_id="me/mine", commit_message="first")
 """
-    done = run(hub, tmp_path, code)
+    done = run(code)
     assert done.returncode == 0, done.stderr
     files = hub.repos["me/mine"].files()
     assert {"generation_config.json", "README.md", "model.safetensors"} <= files.keys()
@@ -402,7 +452,7 @@ def test_the_published_code_names_only_files_that_are_published(draft, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_trainer_notes_how_it_trained_and_publishes(hub, models, tmp_path):
+def test_a_trainer_notes_how_it_trained_and_publishes(hub, run, models, tmp_path):
     code = f"""
 import torch, transformers_dflash
 from transformers import AutoModelForCausalLM
@@ -420,7 +470,7 @@ trainer.train()
 trainer.push_to_hub(tags=["tiny"])
 trainer.create_model_card()
 """
-    done = run(hub, tmp_path, code)
+    done = run(code)
     assert done.returncode == 0, done.stderr
     pushed = ModelCard(hub.repos["me/trained"].files()["README.md"].decode())
     for words in (
@@ -489,10 +539,10 @@ def test_the_card_command_fills_in_results_and_licence(draft, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_push_command_publishes_two_layouts_and_says_in_a_sentence_what_went_wrong(hub, models, tmp_path):
+def test_the_push_command_publishes_two_layouts_and_says_in_a_sentence_what_went_wrong(hub, run, models, tmp_path):
     code = "import sys; from transformers_dflash.cli import main; sys.exit(main({arguments}))"
     arguments = ["push", str(models / "draft"), DRAFT_ID, "--message", "first", "--export", "speculators"]
-    done = run(hub, tmp_path, code.format(arguments=arguments))
+    done = run(code.format(arguments=arguments))
     assert done.returncode == 0, done.stderr
     repo = hub.repos[DRAFT_ID]
     main_commit, branch_commit = (line.rpartition("/")[2] for line in done.stdout.split())
@@ -501,7 +551,7 @@ def test_the_push_command_publishes_two_layouts_and_says_in_a_sentence_what_went
     assert "modeling_dflash.py" not in repo.files("speculators")
     assert repo.files("speculators")["README.md"] == repo.files()["README.md"]
 
-    done = run(hub, tmp_path, code.format(arguments=[*arguments[:3], "--export", "zlab", "--create-pr"]))
+    done = run(code.format(arguments=[*arguments[:3], "--export", "zlab", "--create-pr"]))
     assert (done.returncode, repo.refs["main"]) == (2, main_commit)
     assert "leave out --create-pr" in done.stderr
     assert "generation_config.json" in repo.files()
@@ -511,15 +561,15 @@ def test_the_push_command_publishes_two_layouts_and_says_in_a_sentence_what_went
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     arguments = ["push", str(tmp_path / "again"), DRAFT_ID]
     (tmp_path / "again" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert run(hub, tmp_path, code.format(arguments=arguments)).returncode == 0
+    assert run(code.format(arguments=arguments)).returncode == 0
     assert "generation_config.json" not in repo.files()
     assert json.loads(repo.files()["config.json"])["dtype"] == "float32"  # as its weights are
     main_commit = repo.refs["main"]
     (tmp_path / "again" / "config.json").write_text(json.dumps(config | {"output_multiplier": 0.5}))
-    done = run(hub, tmp_path, code.format(arguments=[*arguments, "--export", "speculators"]))
+    done = run(code.format(arguments=[*arguments, "--export", "speculators"]))
     assert (done.returncode, repo.refs["main"]) == (2, main_commit)
     assert "speculators layout" in done.stderr
-    done = run(hub, tmp_path, f"from transformers_dflash.hub.card import commit_of; print(commit_of({DRAFT_ID!r}))")
+    done = run(f"from transformers_dflash.hub.card import commit_of; print(commit_of({DRAFT_ID!r}))")
     assert done.stdout.strip() == main_commit
 
     hub.expired.add("old")
@@ -529,7 +579,7 @@ def test_the_push_command_publishes_two_layouts_and_says_in_a_sentence_what_went
         ("good", "me/new", "the connection to the Hub broke off"),
     ):
         hub.cut_commits = 1
-        done = run(hub, tmp_path, code.format(arguments=["push", str(models / "draft"), wanted]), token=token)
+        done = run(code.format(arguments=["push", str(models / "draft"), wanted]), token=token)
         assert done.returncode == 2
         assert words in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr

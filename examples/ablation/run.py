@@ -235,7 +235,8 @@ def table(rows: list[dict]) -> str:
         for name in ("acceptance_length", "accuracy_1"):
             mean, deviation = spread(own, name)
             cells.append(f"{mean:.3f} ± {deviation:.3f}" if len(own) > 1 else f"{mean:.3f}")
-        cells += [first["feature_bytes_per_token"], first["draft_milliseconds"]]
+        fastest = min(float(row["draft_milliseconds"]) for row in own)  # other work on the machine only slows it
+        cells += [first["feature_bytes_per_token"], fastest]
         cells.append(f"{spread(own, 'training_seconds')[0]:.0f}")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

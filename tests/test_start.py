@@ -78,3 +78,5 @@ def test_a_target_with_other_layers_leaves_the_draft_as_it_is(name):
 def test_more_layers_than_the_target_has_leave_the_draft_as_it_is():
     target = make_target("llama")
     assert not start_from_target(new_draft(target, 5, target_layer_ids=[0]), target, prompt(20))
+    other = new_draft(target, 2, target_layer_ids=[0], hidden_act="gelu")  # the same shapes, another activation
+    assert not start_from_target(other, target, prompt(20))

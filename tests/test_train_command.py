@@ -260,6 +260,9 @@ def test_the_ablation_compares_arms_and_goes_on(target_folder, answers, capsys, 
         (["--target", "x", "--data", "z", "--save_dtype", "fp16"], "--save_dtype is one of bfloat16, float16"),
         (["--target", "x", "--data", "z", "--max_length", "-3"], "--max_length must be at least 1, got -3"),
         (["--target", "x", "--data", "z", "--anchors_per_document", "0"], "must be at least 1, got 0"),
+        (["--target", "x", "--data", "z", "--decay_gamma", "0"], "decay_gamma must be more than 0, got 0"),
+        (["--target", "x", "--data", "z", "--dpace_alpha", "2"], "dpace_alpha lies between 0 and 1, got 2"),
+        (["--target", "x", "--data", "z", "--draft", "y", "--taps", "1"], "--taps shapes a new draft"),
     ],
 )
 def test_bad_options_are_refused(arguments, message, tmp_path):
@@ -310,8 +313,10 @@ class StandInServer(BaseHTTPRequestHandler):
     """Speaks as much of the OpenAI protocol as a chat completion needs; a real engine cannot be had in a test."""
 
     fails = False
+    keys: set[str] = set()
 
     def do_POST(self):
+        StandInServer.keys.add(self.headers["Authorization"])
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         status = 500 if StandInServer.fails and "3" in request["messages"][0]["content"] else 200
         message = {"role": "assistant", "content": "to " + request["messages"][-1]["content"]}
@@ -368,6 +373,78 @@ def test_a_server_answers_and_a_failure_keeps_what_was_answered(smollm2_tokenize
     server.shutdown()
 
 
+def test_a_server_never_gets_the_users_hub_token(target_folder, smollm2_tokenizer, monkeypatch, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), StandInServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hello"}\n')
+    for number, key in enumerate((None, "mine")):
+        StandInServer.keys.clear()
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        if key is not None:
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+        options, _ = parse_options(
+            ["--target", str(target_folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--use_cpu"]
+            + ["--server", f"http://127.0.0.1:{server.server_port}", "--output", str(tmp_path)]
+        )
+        answer_prompts(options, tmp_path / f"answers{number}.jsonl", None, smollm2_tokenizer)
+        assert StandInServer.keys == {f"Bearer {key or 'none'}"}
+    server.shutdown()
+
+
+def test_answers_of_another_target_or_with_other_options_are_not_reused(tmp_path):
+    rows, path = [{"prompt": "question"}], tmp_path / "answers.jsonl"
+
+    def answer(missing):
+        yield [{"index": index, "prompt": [1], "response": [2]} for index, _ in missing]
+
+    regenerate(rows, path, answer, origin=["one", 0.0])
+    regenerate(rows, path, answer, origin=["one", 0.0])
+    for origin in (["other", 0.0], ["one", 1.0], None):
+        with pytest.raises(ValueError, match="or by another target, or with other options"):
+            regenerate(rows, path, answer, origin=origin)
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_with_its_own_draft_alone(target_folder, answers, tmp_path, capsys):
+    options = ["--target", target_folder, "--data", answers, "--max_steps", 1, "--save_steps", 1, *QUIET]
+    train_here(*options, *NEW_DRAFT, "--output", tmp_path)
+    for changed, words in (
+        (["--num_layers", 2, "--taps", 0, 2, "--block_size", 6], "target_layer_ids [1, 3] there and [0, 2] here"),
+        (["--num_layers", 2, "--taps", 1, 3, "--block_size", 4], "block_size 6 there and 4 here"),
+    ):
+        assert main(["train", *map(str, [*options, *changed, "--output", tmp_path])]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert words in said
+        assert "use another --output_dir" in said
+
+
+@pytest.mark.slow
+def test_a_draft_is_gone_on_from_with_shorter_blocks_and_keeps_its_card(target_folder, answers, tmp_path, capsys):
+    options = ["--target", target_folder, "--data", answers, "--max_steps", 1, "--save_strategy", "no", *QUIET]
+    train_here(*options, *NEW_DRAFT, "--output", tmp_path / "first", "--license", "mit")
+    more = ["--draft", tmp_path / "first", "--output", tmp_path / "second"]
+    train_here(*options, *more, "--block_size", 4)
+    config = AutoModel.from_pretrained(tmp_path / "second").config
+    assert (config.block_size, config.target_layer_ids, config.model_card["license"]) == (4, [1, 3], "mit")
+    assert main(["train", *map(str, [*options, *more, "--num_layers", 3])]) == 2
+    assert "--num_layers shapes a new draft" in capsys.readouterr().err
+
+
+def test_rows_that_are_left_out_or_cut_are_counted(smollm2_tokenizer, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    rows = [([5] * 3, [6] * 3), ([5], []), ([5], [6]), ([5] * 20, [6] * 3), ([5] * 3, [6] * 20)]
+    path.write_text("".join(json.dumps({"prompt": one, "response": two}) + "\n" for one, two in rows))
+    assert [len(one.ids) for one in read_documents(str(path), smollm2_tokenizer, 8)] == [6, 8]
+    said = capsys.readouterr().out
+    assert "2 of 5 rows have no response of two tokens" in said
+    assert "1 of 5 rows have a prompt that fills the 8 tokens" in said
+    assert "1 of 5 rows are longer than 8 tokens, cut there" in said
+    path.write_text('{"prompt": [5], "response": [6, 7]}\n{"text": "a"}\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 2: a row needs `messages`"):
+        read_documents(str(path), smollm2_tokenizer, 8)
+
+
 def test_the_newest_whole_checkpoint_is_gone_on_with(tmp_path):
     assert last_checkpoint(tmp_path) is None
     for steps in (2, 10, 12):
@@ -375,7 +452,8 @@ def test_the_newest_whole_checkpoint_is_gone_on_with(tmp_path):
         (tmp_path / f"checkpoint-{steps}" / "model.safetensors").touch()
     assert last_checkpoint(tmp_path) is None  # all were cut off while they were written
     for steps in (2, 10):
-        (tmp_path / f"checkpoint-{steps}" / "trainer_state.json").touch()
+        (tmp_path / f"checkpoint-{steps}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"epo')
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 

@@ -497,7 +497,10 @@ def test_rows_become_documents(smollm2_tokenizer, tmp_path):
     ]
     made = encode({"messages": chat}, tokenizer)
     responses = [token for token, wanted in zip(made.ids, made.response_mask, strict=True) if wanted]
-    assert tokenizer.decode(responses) == "Two.<|im_end|>\nFour.<|im_end|>\n"
+    assert tokenizer.decode(responses) == "Two.<|im_end|>Four.<|im_end|>"  # the target writes no "\n" behind
+    made = encode({"messages": chat, "learn": "last"}, tokenizer)  # as a server's answers are
+    responses = [token for token, wanted in zip(made.ids, made.response_mask, strict=True) if wanted]
+    assert tokenizer.decode(responses) == "Four.<|im_end|>"
     made = encode({"prompt": "One?", "response": "Two."}, tokenizer)
     assert tokenizer.decode(made.ids).endswith("<|im_start|>assistant\nTwo.")
     assert tokenizer.decode(made.ids[: made.response_mask.index(True)]).endswith("<|im_start|>assistant\n")
@@ -627,7 +630,9 @@ def test_adapters_are_trained_saved_loaded_and_decode(target, tmp_path):
 def test_features_of_other_documents_or_another_target_are_refused(target, draft, tmp_path):
     documents = [document(20, 5, n) for n in range(3)]
     store = FeatureStore.build(tmp_path / "features", documents, target, [1, 3])
-    for others, model in ((documents[::-1], target), (documents, make_target("llama", seed=7))):
+    tuned = make_target("llama")
+    tuned.model.layers[1].mlp.down_proj.weight.data += 0.01  # as merged adapters do, under the same name
+    for others, model in ((documents[::-1], target), (documents, make_target("llama", seed=7)), (documents, tuned)):
         with pytest.raises(ValueError, match="features of other documents, of another order or of another"):
             DFlashTrainer(draft, model, arguments(tmp_path), others, train_features=store)
 
@@ -646,6 +651,21 @@ def test_adapters_of_a_dflash_2_draft_train_its_small_parts_whole(target, tmp_pa
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
     drafted = target.generate(ids, assistant_model=adapted.eval(), **options)
     assert drafted.tolist() == target.generate(ids, **options).tolist()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_the_loss_of_an_evaluation_is_the_mean_over_blocks_however_they_are_batched(target, tmp_path, batch_size):
+    documents = [document(length, 3, length) for length in (8, 60, 20)]
+    options = {"per_device_eval_batch_size": batch_size, "eval_prompts": 0, "max_steps": 1}
+    trainer = DFlashTrainer(make_draft(target), target, arguments(tmp_path, **options), documents, documents)
+    got = trainer.evaluate()["eval_loss"]
+    losses = []
+    for one in documents:
+        alone = DFlashTrainer(make_draft(target), target, arguments(tmp_path, eval_prompts=0), [one], [one])
+        losses.append((alone.evaluate()["eval_loss"], len(alone.eval_dataset[0]["anchors"])))
+    total, blocks = sum(loss * count for loss, count in losses), sum(count for _, count in losses)
+    assert len({count for _, count in losses}) == 3
+    assert got == pytest.approx(total / blocks, rel=0.02)  # alone, a document has other anchors
 
 
 def test_answers_without_a_prompt_do_not_stop_an_evaluation(target, draft, tmp_path):

@@ -1,7 +1,12 @@
 """The command `transformers-dflash train`: from prompts or answers to a draft, with `Trainer`'s own options."""
 
+import json
+import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ from .trainer import DFlashTrainer, DFlashTrainingArguments, layers_to_read, ref
 
 PROGRAM = "transformers-dflash train"
 DTYPES = ("bfloat16", "float16", "float32")
+_LONGEST_ANSWER = 3600  # seconds
 _LONGEST_PREPARATION = 14 * 24 * 3600  # seconds in which other processes wait for answers and features
 
 
@@ -56,7 +62,7 @@ class TrainOptions:
 
     draft: str | None = _option("folder or Hub id of a draft to go on from; by default a new one is made")
     num_layers: int = _option("layers of a new draft", 5)
-    block_size: int = _option("slots of a block of a new draft", 16)
+    block_size: int | None = _option("slots of a block; by default 16, or that of --draft")
     num_taps: int = _option("target layers that a new draft reads", 5)
     taps: list[int] | None = _option("which ones; by default spread evenly")
     context_injection: str = _option("fused or layer_aligned, for a new draft", "fused")
@@ -67,7 +73,7 @@ class TrainOptions:
     lora_rank: int | None = _option("train adapters of this rank beside the draft given by --draft (needs peft)")
 
     server: str | None = _option(
-        "URL of an OpenAI-compatible server that answers the prompts in place of this process"
+        "URL of an OpenAI-compatible server that answers the prompts instead; its key is taken from OPENAI_API_KEY"
     )
     server_model: str | None = _option("the target's name there; by default that given by --target")
     answer_batch: int = _option("prompts answered at one time", 16)
@@ -94,37 +100,43 @@ def train_command(arguments: Sequence[str]) -> int:
     for name, known in (("target_dtype", ("auto", *DTYPES)), ("save_dtype", DTYPES)):  # needed after hours of training
         if getattr(options, name) not in known:
             raise ValueError(f"--{name} is one of {', '.join(known)}; got {getattr(options, name)!r}")
+    if options.lora_rank is not None and find_spec("peft") is None:
+        raise ValueError("--lora_rank needs the library peft: pip install 'peft>=0.17'")
+    refuse_options_of_a_new_draft(options)
     output = Path(training.output_dir)
     gguf = {} if options.gguf_file is None else {"gguf_file": options.gguf_file}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **gguf)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.target_dtype, **gguf)
     target = target.to(training.device).eval()
 
-    sources = list(options.data or ())
+    # What may be refused comes before hours of answering.
+    positions = target.config.get_text_config(decoder=True).to_dict().get("max_position_embeddings")
+    max_length = min(options.max_length, positions or options.max_length)
+    reading = {"tokenizer": tokenizer, "max_length": max_length, **options.template_options}
+    documents = [document for source in options.data or () for document in read_documents(source, **reading)]
+    if options.eval_data is not None:
+        held_out = read_documents(options.eval_data, **reading)[: options.eval_documents]
+    if options.draft is None:
+        DFlashDraftConfig.from_target(target.config, options.mask_token_id or 0, **new_draft_fields(options, target))
+    else:
+        changed = {} if options.block_size is None else {"block_size": options.block_size}
+        draft = DFlashDraftModel.from_pretrained(options.draft, dtype=torch.float32, **changed)
     if options.prompts:
         with training.main_process_first(local=False, desc="answering the prompts"):
             answer_prompts(options, output / "answers.jsonl", target, tokenizer)
-        sources.append(str(output / "answers.jsonl"))
-    reading = {"tokenizer": tokenizer, "max_length": options.max_length, **options.template_options}
-    documents = [document for source in sources for document in read_documents(source, **reading)]
-    if options.eval_data is not None:
-        held_out = read_documents(options.eval_data, **reading)[: options.eval_documents]
-    else:
+        documents += read_documents(str(output / "answers.jsonl"), **reading)
+    if options.eval_data is None:
         count = min(options.eval_documents, len(documents) // 10)
         documents, held_out = documents[: len(documents) - count], documents[len(documents) - count :]
     if options.draft is None:
         set_seed(training.seed)  # a run that is begun again, and every process of one, starts from the same weights
         draft = new_draft(options, target, tokenizer, [*documents, *held_out])
-    else:
-        draft = DFlashDraftModel.from_pretrained(options.draft, dtype=torch.float32)
     draft.config.target_name_or_path = options.target
     draft.config.target_revision = commit_of(options.target)
     datasets = [name for name in (options.prompts or []) + (options.data or []) if is_hub_id(name)]
-    draft.config.model_card = {
-        "license": options.license,
-        "datasets": datasets or None,
-        "thinking": options.thinking,
-    }
+    facts = {"license": options.license, "datasets": datasets or None, "thinking": options.thinking}
+    card = dict.fromkeys(facts) | (draft.config.model_card or {})  # of the draft that is gone on from
+    draft.config.model_card = card | {name: value for name, value in facts.items() if value is not None}
     model = draft if options.lora_rank is None else with_adapters(draft, options.lora_rank)
 
     # The trainer does this too, but after hours of writing features.
@@ -140,7 +152,9 @@ def train_command(arguments: Sequence[str]) -> int:
         if options.features is None
         else store_features(options, draft, training, documents, target),
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or last_checkpoint(output))
+    checkpoint = training.resume_from_checkpoint or last_checkpoint(output)
+    refuse_other_draft(checkpoint, draft)
+    trainer.train(resume_from_checkpoint=checkpoint)
     finished = trainer.whole_model()
     if trainer.is_world_process_zero():
         trainer.record()
@@ -155,8 +169,32 @@ def parse_options(arguments: Sequence[str]) -> tuple[TrainOptions, DFlashTrainin
     """What was asked for on the command line."""
     parser = HfArgumentParser((TrainOptions, DFlashTrainingArguments), prog=PROGRAM, description=__doc__)
     parser.set_defaults(ddp_timeout=_LONGEST_PREPARATION)
-    options, training = parser.parse_args_into_dataclasses(list(arguments))
+    # The other commands' name for it, which would be ambiguous.
+    given = [re.sub(r"^--output(?=$|=)", "--output_dir", argument) for argument in arguments]
+    options, training = parser.parse_args_into_dataclasses(given)
     return options, training
+
+
+def refuse_options_of_a_new_draft(options: TrainOptions) -> None:
+    """Refuse what would shape a new draft where one that exists is gone on from."""
+    names = ("num_layers", "num_taps", "taps", "context_injection", "tap_norm", "mask_token_id")
+    for name in names if options.draft is not None else ():
+        if getattr(options, name) != getattr(TrainOptions(target=""), name):
+            raise ValueError(f"--{name} shapes a new draft, and --draft names one that exists: leave one of them out")
+
+
+def refuse_other_draft(checkpoint: Any, draft: DFlashDraftModel) -> None:
+    """Refuse to resume from a checkpoint of a draft of another shape or for another target."""
+    path = Path(checkpoint) / "config.json" if isinstance(checkpoint, str) else None
+    if path is None or not path.is_file():  # of adapters
+        return
+    here, there = draft.config.to_dict(), DFlashDraftConfig.from_pretrained(path.parent).to_dict()
+    for name in sorted(DFlashDraftConfig.__annotations__.keys() - {"model_card", "target_revision"}):
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"{path.parent} is of another run, {name} {there.get(name)} there and {here.get(name)} here: use "
+                "another --output_dir, or the options of that run"
+            )
 
 
 def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, tokenizer: Any) -> None:
@@ -170,12 +208,15 @@ def answer_prompts(options: TrainOptions, path: Path, target: PreTrainedModel, t
     def answer(missing):
         if options.server is None:
             return answer_in_process(missing, target, tokenizer, batch_size=options.answer_batch, **more)
-        client = InferenceClient(base_url=options.server)
+        # With no key of its own the client would send the user's Hub token to whatever server this is.
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        client = InferenceClient(base_url=options.server, api_key=key, timeout=_LONGEST_ANSWER)
         name = options.server_model or options.target
         return answer_by_server(missing, client, name, concurrency=options.answer_batch, **more)
 
     with tqdm(total=len(rows), desc="answers", unit="row") as bar:
-        regenerate(rows, path, answer, bar.update, **options.template_options)
+        origin = [options.target, options.server_model, options.answer_temperature, options.answer_new_tokens]
+        regenerate(rows, path, answer, bar.update, origin, **options.template_options)
     cut = sum("finish_reason" in row for row in read_rows(path))
     if cut:
         print(
@@ -196,16 +237,48 @@ def read_documents(source: str, tokenizer: Any, max_length: int, **template_opti
     Raises:
         ValueError: a row is of none of the known forms, or nothing is left.
     """
-    rows = [row for row in read_rows(source) if "response" not in row or row["response"]]
-    documents = [encode(row, tokenizer, **template_options).cut(max_length) for row in rows]
-    kept = [document for document in documents if trainable(document)]
+    kept, short, cut, too_long, rows = [], 0, 0, 0, 0
+    for rows, row in enumerate(read_rows(source), 1):  # noqa: B007
+        if "response" in row and not row["response"]:
+            short += 1
+            continue
+        try:
+            whole = encode(row, tokenizer, **template_options)
+        except ValueError as error:
+            raise ValueError(f"{source}, row {rows}: {error}") from error
+        document = whole.cut(max_length)
+        if trainable(document):
+            kept.append(document)
+            cut += len(whole.ids) > max_length
+        elif trainable(whole):
+            too_long += 1
+        else:
+            short += 1
     if not kept:
-        raise ValueError(f"{source} holds no response of two tokens or more: there is nothing to learn from")
-    if len(kept) < len(documents):
-        print(
-            f"{source}: {len(documents) - len(kept)} of {len(documents)} rows have no response of two tokens, left out"
+        raise ValueError(
+            f"{source} holds no response of two tokens or more within the first {max_length}: there is nothing to "
+            "learn from"
         )
+    for count, what in (
+        (short, "have no response of two tokens, left out"),
+        (too_long, f"have a prompt that fills the {max_length} tokens of a document, left out"),
+        (cut, f"are longer than {max_length} tokens, cut there"),
+    ):
+        if count:
+            print(f"{source}: {count} of {rows} rows {what}")
     return kept
+
+
+def new_draft_fields(options: TrainOptions, target: PreTrainedModel) -> dict[str, Any]:
+    """The config fields that the options choose."""
+    fields: dict[str, Any] = {"num_hidden_layers": options.num_layers, "block_size": options.block_size or 16}
+    fields |= {"context_injection": options.context_injection, "tap_norm": options.tap_norm}
+    if options.taps is not None:
+        fields["target_layer_ids"] = options.taps
+    elif options.context_injection == "fused":
+        layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        fields["target_layer_ids"] = default_target_layer_ids(layers, options.num_taps)
+    return fields
 
 
 def new_draft(
@@ -213,16 +286,10 @@ def new_draft(
 ) -> DFlashDraftModel:
     """An untrained draft for the target, that starts with its last layers if it can."""
     mask = options.mask_token_id
-    fields: dict[str, Any] = {"num_hidden_layers": options.num_layers, "block_size": options.block_size}
-    fields |= {"context_injection": options.context_injection, "tap_norm": options.tap_norm}
-    if options.taps is not None:
-        fields["target_layer_ids"] = options.taps
-    elif options.context_injection == "fused":
-        layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        fields["target_layer_ids"] = default_target_layer_ids(layers, options.num_taps)
     if mask is None:
         mask = unused_token(target, tokenizer, documents)
-    draft = DFlashDraftModel(DFlashDraftConfig.from_target(target.config, mask, **fields))
+    config = DFlashDraftConfig.from_target(target.config, mask, **new_draft_fields(options, target))
+    draft = DFlashDraftModel(config)
     if start_from_target(draft, target, torch.tensor([documents[0].ids])):
         print("the new draft starts with the weights of the target's last layers", flush=True)
     else:
@@ -279,7 +346,11 @@ def store_features(options, draft, training, documents, target) -> FeatureStore:
 
 def last_checkpoint(output: Path) -> str | None:
     """The newest checkpoint that is whole: what Trainer writes last is there."""
-    whole = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
+    whole = []
+    for path in output.glob("checkpoint-*/trainer_state.json"):
+        with suppress(ValueError):  # a torn file, as a full disk leaves it
+            json.loads(path.read_text(encoding="utf-8"))
+            whole.append(path.parent)
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
 

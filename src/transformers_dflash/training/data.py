@@ -2,7 +2,8 @@
 
 A row of a file is one of
 
-- `{"messages": [...]}`: a chat, rendered by the target's chat template; every assistant turn is a response;
+- `{"messages": [...]}`: a chat, rendered by the target's chat template; every assistant turn is a response, or with
+  `"learn": "last"` the last one alone;
 - `{"prompt": ..., "response": ...}`: the prompt as text (wrapped into a chat) or as token ids, the response likewise.
 """
 
@@ -42,7 +43,7 @@ def encode(row: dict[str, Any], tokenizer: Any, **template_options) -> Document:
             where one is needed.
     """
     if "messages" in row:
-        return _encode_chat(row["messages"], tokenizer, template_options)
+        return _encode_chat(row["messages"], tokenizer, row.get("learn") == "last", template_options)
     if "prompt" not in row or not row.get("response"):
         raise ValueError(
             f"a row needs `messages`, or `prompt` and a `response` that is not empty; it has {sorted(row)}"
@@ -59,7 +60,9 @@ def encode(row: dict[str, Any], tokenizer: Any, **template_options) -> Document:
     return Document(ids=[*prompt, *response], response_mask=[False] * len(prompt) + [True] * len(response))
 
 
-def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_options: dict[str, Any]) -> Document:
+def _encode_chat(
+    messages: Sequence[dict[str, Any]], tokenizer: Any, last_only: bool, template_options: dict[str, Any]
+) -> Document:
     """A chat; its response tokens are found by rendering it turn by turn.
 
     Raises:
@@ -70,7 +73,7 @@ def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_op
     ids = chat_ids(messages, tokenizer, prompt=False, **template_options)
     mask = [False] * len(ids)
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or (last_only and turn < len(messages) - 1):
             continue
         start = chat_ids(messages[:turn], tokenizer, prompt=True, **template_options)
         end = chat_ids(messages[: turn + 1], tokenizer, prompt=False, **template_options)
@@ -79,7 +82,10 @@ def _encode_chat(messages: Sequence[dict[str, Any]], tokenizer: Any, template_op
                 f"the chat template does not render turn {turn + 1} as a prefix of the whole chat, so that its tokens "
                 "cannot be told apart: split the chat into rows that end with an answer"
             )
-        mask[len(start) : len(end)] = [True] * (len(end) - len(start))
+        # What a template writes behind the end token, as a line feed, the target does not write.
+        ends = [place for place in range(len(start), len(end)) if ids[place] == tokenizer.eos_token_id]
+        stop = ends[-1] + 1 if ends else len(end)
+        mask[len(start) : stop] = [True] * (stop - len(start))
     if not any(mask):
         raise ValueError("a chat without an assistant turn holds nothing to learn: let the target answer it first")
     return Document(ids=ids, response_mask=mask)

@@ -186,7 +186,7 @@ def losses_and_gradient(
     log_p = target_scores.masked_fill_(scores.isneginf(), float("-inf")).log_softmax(-1)
     p = log_p.exp()
     ratio = log_p.sub_(log_q).nan_to_num_(nan=0.0)  # where neither law goes
-    return torch.linalg.vecdot(p, ratio), log_q.exp_().sub_(p)
+    return (p * ratio).sum(-1), log_q.exp_().sub_(p)
 
 
 def cross_entropy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

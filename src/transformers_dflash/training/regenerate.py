@@ -25,9 +25,9 @@ def end_tokens(model: PreTrainedModel) -> set[int | None]:
     return set(ends if isinstance(ends, list) else [ends])
 
 
-def mark(row: dict[str, Any], template_options: dict[str, Any] | None = None) -> str:
-    """A short text that tells a row's prompt, and what the chat template is told besides, from others."""
-    asked = [prompt_messages(row), template_options] if template_options else prompt_messages(row)
+def mark(row: dict[str, Any], template_options: dict[str, Any] | None = None, origin: Any = None) -> str:
+    """A short text that tells a row's prompt, what the chat template is told, and who answers, from others."""
+    asked = [prompt_messages(row), template_options or None, origin]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:12]
 
 
@@ -68,6 +68,7 @@ def regenerate(
     path: str | os.PathLike,
     answer: Callable[[list[tuple[int, dict[str, Any]]]], Iterator[list[dict[str, Any]]]],
     progress: Callable[[int], None] | None = None,
+    origin: Any = None,
     **template_options,
 ) -> None:
     """Answer all rows that `path` does not hold yet.
@@ -78,18 +79,19 @@ def regenerate(
         answer: takes what is missing, as pairs of index and row, and gives lists of answered rows:
             `answer_in_process` or `answer_by_server`, with their first arguments filled in.
         progress: called with the number of rows that were just finished.
+        origin: what answers, and how, as JSON can hold it: answers of another origin are refused.
         **template_options: that `answer` gives the chat template, such as `enable_thinking`.
 
     Raises:
-        ValueError: the file holds answers to other prompts.
+        ValueError: the file holds answers to other prompts, or of another origin.
     """
     file = ResponseFile(path)
-    marks = [mark(row, template_options) for row in rows]
+    marks = [mark(row, template_options, origin) for row in rows]
     for index, found in file.done.items():
         if index >= len(rows) or found != marks[index]:
             raise ValueError(
-                f"{path} holds an answer to another prompt than row {index + 1} of these: name another file or output "
-                "folder, or move this one away"
+                f"{path} holds an answer to another prompt than row {index + 1} of these, or by another target, or "
+                "with other options: name another file or output folder, or move this one away"
             )
     if progress is not None and file.done:
         progress(len(file.done))
@@ -174,7 +176,7 @@ def answer_by_server(
         # vLLM's name, and that of SGLang and older ones of vLLM
         if reasoning := choice.message.get("reasoning") or choice.message.get("reasoning_content"):
             answer["reasoning_content"] = reasoning
-        return {"index": index, "messages": [*messages, answer]}
+        return {"index": index, "messages": [*messages, answer], "learn": "last"}  # other turns may be anybody's
 
     waiting = iter(missing)
     with ThreadPoolExecutor(concurrency) as pool:
@@ -193,6 +195,9 @@ def answer_by_server(
             if failed is not None:
                 for one in running:
                     one.cancel()
+                done, _ = wait(running)  # for what is being answered
+                if late := [one.result() for one in done if not one.cancelled() and one.exception() is None]:
+                    yield late
                 raise RuntimeError(
                     f"the server did not answer ({type(failed).__name__}: {failed}): see to it and run again, the "
                     "answers so far are kept"

@@ -61,7 +61,7 @@ def start_from_target(draft: DFlashDraftModel, model: PreTrainedModel, input_ids
 
 
 def _fits(source: nn.Module, layer: nn.Module) -> bool:
-    """Whether a target's layer has the weights of a draft's, in its shapes."""
+    """Whether a target's layer has the weights of a draft's, in its shapes, and its activation."""
 
     def shapes(module: nn.Module) -> dict[str, torch.Size | None]:
         return {
@@ -71,7 +71,12 @@ def _fits(source: nn.Module, layer: nn.Module) -> bool:
         }
 
     wanted = {name: shape for name, shape in shapes(layer).items() if name.partition(".")[0] in _PARTS}
-    return shapes(source) == wanted
+    if shapes(source) != wanted:
+        return False
+    points = torch.linspace(-3.0, 3.0, 7)
+    parts: list[Any] = [source, layer]
+    theirs, ours = (part.mlp.act_fn(points) for part in parts)
+    return torch.allclose(theirs, ours, atol=1e-3)
 
 
 def _gain(norm: nn.Module, width: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HTTPError
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
@@ -68,6 +69,10 @@ class DFlashTrainingArguments(TrainingArguments):
             )
         if self.anchors_per_document < 1:
             raise ValueError(f"anchors_per_document must be at least 1, got {self.anchors_per_document}")
+        if self.decay_gamma is not None and self.decay_gamma <= 0:
+            raise ValueError(f"decay_gamma must be more than 0, got {self.decay_gamma}")
+        if not 0 <= self.dpace_alpha <= 1:
+            raise ValueError(f"dpace_alpha lies between 0 and 1, got {self.dpace_alpha}")
 
 
 class BlockDataset(Dataset):
@@ -231,6 +236,7 @@ class DFlashTrainer(Trainer):
             self.add_callback(_DrawAnchors(self.train_dataset))
         self._best_step: int | None = None  # once the best checkpoint's weights are loaded
         self._places: dict[str, torch.Tensor] | None = None
+        self._evaluated: list[torch.Tensor] = []  # of each batch its loss and its blocks, `(2,)`
         self._logged_at = time.perf_counter()
 
     def train(self, *args, **kwargs):
@@ -280,6 +286,8 @@ class DFlashTrainer(Trainer):
             else None,
         )
         self._count_places(counts, right)
+        if not model.training:
+            self._evaluated.append(torch.stack([total.detach(), real.sum().to(total)]))
         loss = total / (real.sum() if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # their gradients are averaged
@@ -317,9 +325,13 @@ class DFlashTrainer(Trainer):
         Here, and not after the evaluation, so that callbacks such as early stopping see them.
         """
         training_places, self._places, start = self._places, None, time.perf_counter()
+        self._evaluated = []
         self.model.eval()
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         more = self._take_accuracies()
+        if self._evaluated:  # the mean over blocks, however they were batched
+            total, blocks = self.accelerator.gather(torch.stack(self._evaluated).sum(0)[None]).sum(0).tolist()
+            more["loss"] = total / blocks
         self._places = training_places
         if self.args.eval_prompts:
             more["acceptance_length"] = self.acceptance_length(dataloader.dataset.documents[: self.args.eval_prompts])
@@ -360,8 +372,12 @@ class DFlashTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Publish the draft alone, and not what else lies in the output folder, such as the target's answers."""
-        if self.args.hub_strategy != "end":
+        if self.args.hub_strategy == "end":
+            return
+        try:
             self.push_to_hub(f"Training in progress, step {self.state.global_step}")
+        except (OSError, HTTPError) as error:  # the Hub may be back at the next one
+            logger.warning(f"The draft of step {self.state.global_step} is not published: {error}")
 
     def _save(self, output_dir=None, state_dict=None):
         self.record()

@@ -8,6 +8,14 @@ import torch
 from transformers_dflash import DFlashCandidateGenerator
 
 
+class Rounds(list):
+    """Of which there must be some where each is looked at."""
+
+    def __iter__(self):
+        assert len(self) > 0, "the draft was never asked: what is tested of every round was tested of none"
+        return super().__iter__()
+
+
 @contextmanager
 def oracle(answer: torch.LongTensor, num_right: int | list[int], vocab_size: int):
     """Inside: every block starts with `num_right` tokens of `answer (b, n)` and goes on with wrong ones.
@@ -17,7 +25,7 @@ def oracle(answer: torch.LongTensor, num_right: int | list[int], vocab_size: int
     Yields a list that collects, per round, the ids before it, the draft's own logits `(k, V)` and, of a batch, those
     of all rows with their ids.
     """
-    drafted, asked = [], []
+    drafted = Rounds()
     original_choice = DFlashCandidateGenerator.draft_rows
     original_logits = DFlashCandidateGenerator._logits
     counts = [num_right] * len(answer) if isinstance(num_right, int) else num_right
@@ -28,7 +36,6 @@ def oracle(answer: torch.LongTensor, num_right: int | list[int], vocab_size: int
         return logits
 
     def draft_rows(self, rows, max_candidates=None):
-        asked.append(len(rows))
         drafted.append({"input_ids": rows[0], "rows": rows, "context_before": len(self.cache)})
         candidates, _ = original_choice(self, rows, max_candidates)
         k = candidates.shape[1]
@@ -47,7 +54,6 @@ def oracle(answer: torch.LongTensor, num_right: int | list[int], vocab_size: int
     DFlashCandidateGenerator.draft_rows, DFlashCandidateGenerator._logits = draft_rows, draft_logits
     try:
         yield drafted
-        assert asked, "the draft was never asked: what is tested for every round was tested for none"
     finally:
         DFlashCandidateGenerator.draft_rows = original_choice
         DFlashCandidateGenerator._logits = original_logits

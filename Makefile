@@ -38,11 +38,12 @@ endef
 	$(call environment,.venv-floor,constraints-floor.txt,$(comma)test)
 	@touch $@
 
-# speculators asks for torchvision and torchaudio, which its DFlash classes do not use.
+# speculators asks for torchvision and torchaudio, which its DFlash classes do not use, dflash for one release of
+# datasets.
 .venv-peers/.test: $(SOURCES) constraints-floor.txt
 	$(call environment,.venv-peers,constraints-floor.txt,$(comma)test$(comma)peers)
 	@.venv-peers/bin/python -m pip install -qq -c constraints-floor.txt loguru openai pydantic-settings
-	@.venv-peers/bin/python -m pip install -qq --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@.venv-peers/bin/python -m pip install -qq --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
 
 .venv-browser/.test: $(SOURCES) constraints.txt
